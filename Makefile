@@ -1,0 +1,43 @@
+# One virtual environment per constraints file; each command below does all of its own set-up.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints/cpu.txt
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
+
+.PHONY: setup test test-oldest lint demo bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[dev]'
+	touch $@
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-oldest:
+	$(MAKE) VENV=.venv-oldest CONSTRAINTS=constraints/oldest.txt pytest-only
+
+.PHONY: pytest-only
+pytest-only: $(READY)
+	$(BIN)/python -m pytest
+
+demo: $(READY)
+	$(BIN)/seqbraid demo
+
+bench: $(READY)
+	$(BIN)/python benchmarks/packing.py
+	$(BIN)/python benchmarks/balance.py
+	$(BIN)/python benchmarks/loss_memory.py
+
+clean:
+	rm -rf .venv .venv-oldest build *.egg-info
