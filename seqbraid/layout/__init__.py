@@ -1,0 +1,23 @@
+"""Where every token lives: alignment, `SequenceLayout`, balance and packing. Pure index arithmetic."""
+
+from .dense import (
+    Truncation,
+    dense_to_row,
+    lengths_from_mask,
+    row_to_dense,
+    samples_from_dense,
+    truncate_lengths,
+)
+from .layout import PADDING, Segment, SequenceLayout
+
+__all__ = [
+    "PADDING",
+    "Segment",
+    "SequenceLayout",
+    "Truncation",
+    "dense_to_row",
+    "lengths_from_mask",
+    "row_to_dense",
+    "samples_from_dense",
+    "truncate_lengths",
+]

@@ -1,0 +1,254 @@
+"""Which samples share a row, and which data rank gets which row in which optimizer step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The row of every sample; `rows[i]` is the ascending array of the samples in row i.
+
+    >>> rows = pack_rows([6, 3, 5, 2], row_tokens=8)
+    >>> [row.tolist() for row in rows], rows.fill
+    ([[0, 3], [1, 2]], 1.0)
+    """
+
+    row_of_sample: IntArray
+    num_rows: int
+    row_tokens: int
+    num_tokens: int
+
+    @property
+    def fill(self) -> float:
+        """Share of the rows' capacity that holds tokens; 1 where there is no row, as nothing is wasted."""
+        return self.num_tokens / (self.num_rows * self.row_tokens) if self.num_rows else 1.0
+
+    @cached_property
+    def order(self) -> IntArray:
+        """Samples grouped by row: row i holds `order[offsets[i]:offsets[i + 1]]`."""
+        return _stable_argsort(self.row_of_sample)
+
+    @cached_property
+    def offsets(self) -> IntArray:
+        """Where each row begins in `order`, and the end of the last; one more than there are rows."""
+        offsets = np.zeros(self.num_rows + 1, np.int64)
+        np.cumsum(np.bincount(self.row_of_sample, minlength=self.num_rows), out=offsets[1:])
+        return offsets
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> IntArray:
+        row = range(self.num_rows)[row]
+        return self.order[self.offsets[row] : self.offsets[row + 1]]
+
+    def __iter__(self) -> Iterator[IntArray]:
+        return (self[row] for row in range(self.num_rows))
+
+
+def pack_rows(lengths: ArrayLike, row_tokens: int) -> Rows:
+    """Best-fit-decreasing packing: each sample, longest first, goes to the fullest row that still has room.
+
+    Equal to placing one sample after the other (ties between equally full rows are free), but the work is
+    done once per distinct length and range of equally full rows.
+    """
+    if row_tokens < 1:
+        raise ValueError(f"row_tokens={row_tokens} holds no sample; it must be at least 1")
+    checked = _checked_lengths(lengths, row_tokens)
+
+    longest_first = _stable_argsort(row_tokens - checked)
+    descending = checked[longest_first]
+    starts = np.flatnonzero(np.diff(descending, prepend=row_tokens + 1))
+    counts = np.diff(starts, append=len(descending))
+    placements, num_rows = _place(descending[starts].tolist(), counts.tolist(), row_tokens)
+
+    # Each placement (first row, rows, samples per row) takes the next rows × samples of the sorted samples.
+    first, width, per_row = np.array(placements, np.int64).reshape(-1, 3).T
+    touched = np.repeat(first - (np.cumsum(width) - width), width) + np.arange(width.sum())
+    row_of_sample = np.empty(len(checked), np.int64)
+    row_of_sample[longest_first] = np.repeat(touched, np.repeat(per_row, width))
+    return Rows(row_of_sample, num_rows, row_tokens, int(checked.sum()))
+
+
+def _place(lengths: list[int], counts: list[int], row_tokens: int) -> tuple[list[int], int]:
+    """Placements of the sorted samples, as flat triples (first row, rows, samples per row), and row count.
+
+    Best fit puts equal samples into the tightest row until it has no room for another, for the row just used
+    stays the tightest. That leaves less space than the sample is long, so the row is out of play until the
+    length has shrunk to its space. Two piles are therefore enough: `ready`, the spaces >= length, a stack
+    with the tightest on top; and `waiting`, the spaces < length, a max-heap that feeds the stack as the
+    length shrinks.
+    """
+    placements: list[int] = []
+    num_rows = 0
+    rows_with: dict[int, list[tuple[int, int]]] = {}  # space -> ranges (first row, rows) that have it left
+    ready: list[int] = []
+    waiting: list[int] = []  # negated: heapq is a min-heap
+    for length, count in zip(lengths, counts, strict=True):
+        while waiting and -waiting[0] >= length:
+            ready.append(-heappop(waiting))
+        while count:
+            if ready:
+                space = ready[-1]
+                first, width = rows_with[space].pop()
+                if not rows_with[space]:
+                    del rows_with[ready.pop()]
+            else:
+                space, first, width = row_tokens, num_rows, -(-count // (row_tokens // length))
+                num_rows += width
+
+            per_row = space // length
+            num_full = min(width, count // per_row)
+            if num_full:
+                placements += (first, num_full, per_row)
+                count -= num_full * per_row
+                left = space - per_row * length
+                if left in rows_with:
+                    rows_with[left].append((first, num_full))
+                elif left:
+                    rows_with[left] = [(first, num_full)]
+                    heappush(waiting, -left)
+
+            # The samples ran out within the range: one row may take the last few, others stay as they are.
+            if num_full < width:
+                first, width, used = first + num_full, width - num_full, int(count > 0)
+                if used:
+                    placements += (first, 1, count)
+                for left, start, num in (
+                    (space, first + used, width - used),
+                    (space - count * length, first, used),
+                ):
+                    if num and left in rows_with:
+                        rows_with[left].append((start, num))
+                    elif num:
+                        rows_with[left] = [(start, num)]
+                        ready.append(left)
+                count = 0
+    return placements, num_rows
+
+
+def _checked_lengths(lengths: ArrayLike, row_tokens: int) -> IntArray:
+    array: NDArray[Any] = np.asarray(lengths)
+    if array.ndim != 1:
+        raise ValueError(f"lengths has shape {array.shape}; give one length per sample, shape [num_samples]")
+    if array.size == 0:
+        return np.zeros(0, np.int64)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"lengths has dtype {array.dtype}; lengths are counts of tokens, give integers")
+    if array.min() < 1:
+        sample = int(np.argmax(array < 1))
+        raise ValueError(f"sample {sample} has length {array[sample]}; every sample has at least 1 token")
+    if array.max() > row_tokens:
+        sample = int(np.argmax(array > row_tokens))
+        raise ValueError(
+            f"sample {sample} has length {array[sample]} but a row holds {row_tokens} tokens; use "
+            f"row_tokens >= {array.max()}, or drop or truncate over-long samples first, as StreamingPacker "
+            "does with over_long='drop' or 'truncate'"
+        )
+    return array.astype(np.int64)
+
+
+def _stable_argsort(keys: IntArray) -> IntArray:
+    """Stable argsort of non-negative keys, by 16 bits at a time, which numpy does with a radix sort."""
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    for shift in range(16, int(keys.max(initial=0)).bit_length(), 16):
+        digits = (keys >> shift).astype(np.uint16)
+        order = order[np.argsort(digits[order], kind="stable")]
+    return order
+
+
+def expanded_length(num_ids: int, num_placeholders: int, num_features: int) -> int:
+    """Tokens of a sample once the processor has replaced its media placeholders by one token per feature.
+
+    `num_ids` counts the ids before expansion, `num_placeholders` those of them that stand for an image, a
+    video or a clip, `num_features` the features of them all. Packing, costs and layout go by this length.
+    """
+    if not 0 <= num_placeholders <= num_ids:
+        raise ValueError(f"num_placeholders={num_placeholders} must be between 0 and num_ids={num_ids}")
+    if num_features < num_placeholders or (num_features and not num_placeholders):
+        raise ValueError(
+            f"num_features={num_features} does not fit num_placeholders={num_placeholders}; each placeholder "
+            "has at least one feature, and without placeholders there is none"
+        )
+    return num_ids - num_placeholders + num_features
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Cost of a row, `linear · Σ l + quadratic · Σ l²` over the expanded lengths l of its samples.
+
+    The defaults are a dense 8 B decoder's (36 layers of 32 heads × 128) in units of its cost per token:
+    softmax attention costs as much as all the rest for a sample of 44 K tokens.
+    """
+
+    linear: float = 1.0
+    quadratic: float = 2.3e-5
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.linear < np.inf and 0 <= self.quadratic < np.inf):
+            raise ValueError(f"{self} has a negative or infinite coefficient; a cost grows with the length")
+
+    @classmethod
+    def of_decoder(cls, num_params: int, num_softmax_layers: int, num_heads: int, head_dim: int) -> Self:
+        """FLOPs of a forward and backward pass of a causal decoder.
+
+        A weight that a token is multiplied with costs 2 FLOPs forward and 4 backward: `linear = 6 ·
+        num_params`, counting the head and the active experts but not the embedding table. Softmax attention
+        makes 2 products per visible pair forward and 5 backward (flash recomputes the scores), each 2 ·
+        head_dim FLOPs per head, and a sample has about l²/2 visible pairs: `quadratic = 7 ·
+        num_softmax_layers · num_heads · head_dim`. Gated delta layers are linear in l, and their state update
+        is small beside their projections.
+        """
+        return cls(6.0 * num_params, 7.0 * num_softmax_layers * num_heads * head_dim)
+
+    def row_costs(self, rows: Rows, lengths: ArrayLike) -> FloatArray:
+        """Cost of every row, [num_rows]; `lengths` are those that `rows` was packed from."""
+        l = np.asarray(lengths, np.float64)
+        if l.shape != rows.row_of_sample.shape:
+            raise ValueError(f"lengths has shape {l.shape}; the rows hold {len(rows.row_of_sample)} samples")
+        costs = (self.linear + self.quadratic * l) * l
+        return np.bincount(rows.row_of_sample, costs, minlength=rows.num_rows).astype(np.float64, copy=False)
+
+
+def assign_rows(costs: ArrayLike, num_ranks: int, seed: int) -> IntArray:
+    """The row of every (optimizer step, data rank), [num_steps, num_ranks]; -1 where there is none left.
+
+    Rows of neighbouring cost share a step, so that no rank waits long for another. Within a step the dearest
+    row goes to the rank with the least so far, so that the totals of two ranks differ by no more than the
+    entries of some one step (-1 costs nothing). The steps are shuffled by `seed`, but a step that the rows do
+    not fill, which has the cheapest ones, comes last; a rank with -1 there takes part without a row.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks={num_ranks} must be at least 1")
+    cost = np.asarray(costs, np.float64)
+    if cost.ndim != 1:
+        raise ValueError(f"costs has shape {cost.shape}; give one cost per row, shape [num_rows]")
+    if not (np.isfinite(cost) & (cost >= 0)).all():
+        row = int(np.argmin(np.isfinite(cost) & (cost >= 0)))
+        raise ValueError(f"row {row} has cost {cost[row]}; costs are finite and not negative")
+
+    num_full, num_last = divmod(len(cost), num_ranks)
+    num_steps = num_full + (num_last > 0)
+    dearest_first = np.full(num_steps * num_ranks, -1, np.int64)
+    dearest_first[: len(cost)] = np.argsort(-cost, kind="stable")
+    row_SR = dearest_first.reshape(num_steps, num_ranks)
+    cost_SR = np.append(cost, 0.0)[row_SR]  # -1 picks the appended zero
+
+    assigned_SR = np.empty_like(row_SR)
+    total_R = np.zeros(num_ranks)
+    for row_R, cost_R, assigned_R in zip(row_SR, cost_SR, assigned_SR, strict=True):
+        least_first = total_R.argsort(kind="stable")
+        assigned_R[least_first] = row_R
+        total_R[least_first] += cost_R
+
+    assigned_SR[:num_full] = np.random.default_rng(seed).permutation(assigned_SR[:num_full])
+    return assigned_SR

@@ -1,0 +1,268 @@
+"""Packing of a stream of samples into rows, with a bounded buffer and a state to resume from."""
+
+import copy
+import logging
+import operator
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_args, runtime_checkable
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OverLong = Literal["error", "truncate", "drop"]
+
+MAX_LISTED = 1000  # over-long samples beyond it are only counted: neither log nor state grows with the stream
+TEXT_KEYS = ("input_ids", "labels", "attention_mask")
+
+
+@dataclass(frozen=True)
+class PackingReport:
+    """What a packer has drawn from its source and what of it is not in the rows."""
+
+    drawn: int = 0
+    """Samples taken from the source, dropped ones included."""
+    dropped: int = 0
+    """Over-long samples left out."""
+    truncated: int = 0
+    """Over-long samples cut."""
+    tokens_lost: int = 0
+    """Tokens of dropped samples and of cut ends."""
+    over_long: tuple[tuple[int, int], ...] = ()
+    """(index in the source, length) of dropped or truncated samples, the first MAX_LISTED of them."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A source that can be set to where it was, so that a resumed packer need not draw and skip samples."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> None: ...
+
+
+class _Buffered(NamedTuple, Generic[T]):
+    source_index: int
+    length: int
+    item: T
+
+
+def truncate_sample(sample: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """The first `limit` tokens of a text sample; media are refused: a cut could take their placeholders."""
+    if not isinstance(sample, Mapping):
+        raise ValueError(f"truncate_sample cuts dicts, not {type(sample).__name__}; give your own truncate")
+    for key in sample:
+        if key not in TEXT_KEYS:
+            raise ValueError(
+                f"cannot truncate a sample with the key {key!r}, only {', '.join(TEXT_KEYS)}: a cut could "
+                "take placeholders and leave their media; use over_long='drop' or a truncate of your own"
+            )
+    return {key: value[:limit] for key, value in sample.items()}
+
+
+class StreamingPacker(Generic[T]):
+    """Packs one pass over a source into rows of up to `row_tokens` tokens, `buffer_size` samples at hand.
+
+    Each row starts with the oldest buffered sample and takes the longest one that still fits until none does.
+    So no sample starves: it is in one of the `buffer_size` rows that follow its entry into the buffer, and
+    sample i of the source, counted from 0, is in row i or before. Samples of equal length are drawn, and the
+    order in the row is shuffled, by a generator seeded with `seed`.
+
+    `length(item)` is the expanded length. A sample longer than a row raises (`over_long="error"`), goes
+    through `truncate(item, row_tokens)` (`"truncate"`; `truncate_sample` unless given) or is left out
+    (`"drop"`); `report` counts the latter two.
+
+    >>> packer = StreamingPacker(row_tokens=8, length=len, buffer_size=4)
+    >>> [sorted(map(len, row)) for row in packer.pack(["a" * n for n in (6, 3, 5, 2)])]
+    [[2, 6], [3, 5]]
+    """
+
+    def __init__(
+        self,
+        row_tokens: int,
+        length: Callable[[T], int],
+        buffer_size: int = 1024,
+        over_long: OverLong = "error",
+        seed: int = 0,
+        truncate: Callable[[T, int], T] | None = None,
+    ) -> None:
+        if row_tokens < 1:
+            raise ValueError(f"row_tokens={row_tokens} holds no sample; it must be at least 1")
+        if buffer_size < 1:
+            raise ValueError(f"buffer_size={buffer_size} holds no sample; it must be at least 1")
+        if over_long not in get_args(OverLong):
+            raise ValueError(f"over_long={over_long!r} must be one of {get_args(OverLong)}")
+        self.row_tokens = row_tokens
+        self.buffer_size = buffer_size
+        self.over_long = over_long
+        self.seed = seed
+        self._length = length
+        self._truncate = truncate or cast(Callable[[T, int], T], truncate_sample)
+        self._rng = np.random.default_rng(seed)
+        self.report = PackingReport()
+
+        self._buffer: OrderedDict[int, _Buffered[T]] = OrderedDict()  # by index in the source: oldest first
+        self._indices_of: dict[int, list[int]] = {}  # length -> indices of the buffered samples, oldest first
+        self._lengths: list[int] = []  # keys of _indices_of, ascending
+
+        self._source: Iterable[T] | None = None
+        self._source_state: Any = None
+        self._exhausted = False
+        self._between_rows = True
+
+    def pack(self, source: Iterable[T]) -> Iterator[list[T]]:
+        """Rows of the samples of `source`; give it from its beginning, also after `load_state_dict`."""
+        if self._source is not None:
+            raise RuntimeError("this packer has a source already; use a new StreamingPacker for another pass")
+        self._source = source
+        if self._exhausted:
+            return self._rows(iter(()))
+        if self._source_state is not None and isinstance(source, Stateful):
+            source.load_state_dict(self._source_state)
+            return self._rows(iter(source))
+        samples = iter(source)
+        skipped = sum(1 for _ in islice(samples, self.report.drawn))
+        if skipped < self.report.drawn:
+            raise ValueError(
+                f"the source ends after {skipped} samples but the state was taken after {self.report.drawn}; "
+                "resume with the same source, from its beginning"
+            )
+        return self._rows(samples)
+
+    def _rows(self, samples: Iterator[T]) -> Iterator[list[T]]:
+        # All progress is in `self` before a row is yielded: the suspended generator holds nothing of its own.
+        while True:
+            self._between_rows = False
+            self._fill_buffer(samples)
+            row = self._next_row()
+            self._between_rows = True
+            if not row:
+                return
+            yield row
+
+    def _fill_buffer(self, samples: Iterator[T]) -> None:
+        while not self._exhausted and len(self._buffer) < self.buffer_size:
+            try:
+                item = next(samples)
+            except StopIteration:
+                self._exhausted = True
+                return
+            sample = self._fitted(self.report.drawn, item)
+            self.report = replace(self.report, drawn=self.report.drawn + 1)
+            if sample is not None:
+                self._add(sample)
+
+    def _fitted(self, index: int, item: T) -> _Buffered[T] | None:
+        """The sample as it goes into a row, cut where need be; None if it is dropped."""
+        length = self._checked_length(index, item)
+        if length <= self.row_tokens:
+            return _Buffered(index, length, item)
+        if self.over_long == "error":
+            raise ValueError(
+                f"sample {index} has {length} tokens but a row holds {self.row_tokens}; use "
+                f"over_long='truncate' or 'drop', or row_tokens >= {length}"
+            )
+        if self.over_long == "drop":
+            self._note_loss(index, length, 0)
+            return None
+        item = self._truncate(item, self.row_tokens)
+        kept = self._checked_length(index, item)
+        if kept > self.row_tokens:
+            raise ValueError(
+                f"truncate left {kept} tokens of sample {index} but a row holds {self.row_tokens}"
+            )
+        self._note_loss(index, length, kept)
+        return _Buffered(index, kept, item)
+
+    def _checked_length(self, index: int, item: T) -> int:
+        length = operator.index(self._length(item))
+        if length < 1:
+            raise ValueError(f"sample {index} has length {length}; every sample has at least 1 token")
+        return length
+
+    def _note_loss(self, index: int, length: int, kept: int) -> None:
+        report = self.report
+        listed = len(report.over_long) < MAX_LISTED
+        self.report = replace(
+            report,
+            dropped=report.dropped + (kept == 0),
+            truncated=report.truncated + (kept > 0),
+            tokens_lost=report.tokens_lost + length - kept,
+            over_long=(*report.over_long, (index, length)) if listed else report.over_long,
+        )
+        if listed:
+            what = f"cut its tokens from {kept} on" if kept else "dropped it"
+            logger.warning(
+                "sample %d has %d tokens, a row holds %d: %s", index, length, self.row_tokens, what
+            )
+
+    def _add(self, sample: _Buffered[T]) -> None:
+        self._buffer[sample.source_index] = sample
+        if sample.length not in self._indices_of:
+            self._indices_of[sample.length] = []
+            insort(self._lengths, sample.length)
+        self._indices_of[sample.length].append(sample.source_index)
+
+    def _take(self, length: int, place: int) -> T:
+        """Take out the sample at `place` among those of this length; the others stay oldest first."""
+        indices = self._indices_of[length]
+        index = indices.pop(place)
+        if not indices:
+            del self._indices_of[length]
+            del self._lengths[bisect_left(self._lengths, length)]
+        return self._buffer.pop(index).item
+
+    def _next_row(self) -> list[T]:
+        if not self._buffer:
+            return []
+        oldest = next(iter(self._buffer.values()))
+        row = [self._take(oldest.length, 0)]
+        space = self.row_tokens - oldest.length
+        while num_fitting := bisect_right(self._lengths, space):
+            length = self._lengths[num_fitting - 1]
+            row.append(self._take(length, int(self._rng.integers(len(self._indices_of[length])))))
+            space -= length
+        return [row[place] for place in self._rng.permutation(len(row))]
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("row_tokens", "buffer_size", "over_long", "seed")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a new packer needs to go on after the last row yielded; JSON-able but for items and source."""
+        if not self._between_rows:
+            raise RuntimeError("packing stopped within a row; a state can only be taken between two rows")
+        source_state = self._source_state
+        if self._source is not None:
+            resumable = isinstance(self._source, Stateful) and not self._exhausted
+            source_state = copy.deepcopy(cast(Stateful, self._source).state_dict()) if resumable else None
+        return {
+            "settings": self._settings(),
+            "report": asdict(self.report),
+            "buffered": [sample._asdict() for sample in self._buffer.values()],
+            "rng": self._rng.bit_generator.state,
+            "exhausted": self._exhausted,
+            "source": source_state,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken; for a new packer with the same settings, before `pack`."""
+        if self._source is not None or self.report.drawn:
+            raise RuntimeError("this packer has begun already; load the state into a new StreamingPacker")
+        for name, value in self._settings().items():
+            saved = state["settings"][name]
+            if saved != value:
+                raise ValueError(
+                    f"the state was saved with {name}={saved!r} but this packer has {name}={value!r}"
+                )
+        over_long = tuple((index, length) for index, length in state["report"]["over_long"])
+        self.report = PackingReport(**{**state["report"], "over_long": over_long})
+        for sample in state["buffered"]:
+            self._add(_Buffered(**sample))
+        self._rng.bit_generator.state = state["rng"]
+        self._exhausted = state["exhausted"]
+        self._source_state = state["source"]

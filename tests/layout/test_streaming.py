@@ -1,0 +1,297 @@
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqbraid.layout import streaming
+from seqbraid.layout.streaming import PackingReport, StreamingPacker, truncate_sample
+
+THOROUGH = settings(max_examples=1000, deadline=None)
+
+Item = list[int]  # [index in the source, length]: a list, so that it survives JSON
+
+
+def make_packer(case: dict[str, Any]) -> StreamingPacker[Item]:
+    return StreamingPacker(
+        case["row_tokens"],
+        length=lambda item: item[1],
+        buffer_size=case["buffer_size"],
+        over_long=case["over_long"],
+        seed=case["seed"],
+        truncate=lambda item, limit: [item[0], limit],
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> dict[str, Any]:
+    """Streams with many equal lengths, so that ties are drawn; over-long ones unless they would raise."""
+    row_tokens = draw(st.integers(1, 20))
+    over_long = draw(st.sampled_from(["error", "truncate", "drop"]))
+    longest = row_tokens if over_long == "error" else row_tokens + 3
+    lengths = draw(st.lists(st.integers(1, longest), max_size=25))
+    return {
+        "items": [[index, length] for index, length in enumerate(lengths)],
+        "row_tokens": row_tokens,
+        "buffer_size": draw(st.integers(1, 12)),
+        "over_long": over_long,
+        "seed": draw(st.integers(0, 3)),
+    }
+
+
+def expected_items(case: dict[str, Any]) -> list[Item]:
+    """What must come out: over-long samples cut or left out."""
+    fits = [
+        item for item in case["items"] if item[1] <= case["row_tokens"] or case["over_long"] == "truncate"
+    ]
+    return [[index, min(length, case["row_tokens"])] for index, length in fits]
+
+
+@THOROUGH
+@given(cases())
+def test_every_sample_is_in_one_row_and_no_row_is_over_full(case: dict[str, Any]) -> None:
+    packer = make_packer(case)
+    rows = list(packer.pack(case["items"]))
+    assert sorted(item for row in rows for item in row) == expected_items(case)
+    assert all(row and sum(length for _, length in row) <= case["row_tokens"] for row in rows)
+
+    over_long = tuple((index, length) for index, length in case["items"] if length > case["row_tokens"])
+    kept_tokens = sum(length for _, length in expected_items(case))
+    assert packer.report == PackingReport(
+        drawn=len(case["items"]),
+        dropped=len(over_long) if case["over_long"] == "drop" else 0,
+        truncated=len(over_long) if case["over_long"] == "truncate" else 0,
+        tokens_lost=sum(length for _, length in case["items"]) - kept_tokens,
+        over_long=over_long,
+    )
+
+
+@THOROUGH
+@given(cases())
+def test_a_row_is_the_oldest_sample_and_the_longest_that_fit(case: dict[str, Any]) -> None:
+    waiting = expected_items(case)
+    for row in make_packer(case).pack(case["items"]):
+        buffered = waiting[: case["buffer_size"]]
+        assert buffered[0] in row, "the oldest sample was passed over"
+        assert all(item in buffered for item in row), "a sample from beyond the buffer"
+        space = case["row_tokens"] - buffered[0][1]
+        lengths = [length for _, length in buffered[1:]]
+        greedy = [buffered[0][1]]
+        while fitting := [length for length in lengths if length <= space]:
+            greedy.append(max(fitting))
+            lengths.remove(max(fitting))
+            space -= max(fitting)
+        assert Counter(length for _, length in row) == Counter(greedy)
+        waiting = [item for item in waiting if item not in row]
+    assert not waiting
+
+
+@THOROUGH
+@given(cases())
+def test_the_buffer_keeps_its_bound_and_no_sample_starves(case: dict[str, Any]) -> None:
+    num_rows = 0
+    num_out = 0
+    rows_before_draw: list[int] = []
+
+    def source() -> Iterator[Item]:
+        for item in case["items"]:
+            # This sample and those drawn that are neither dropped nor in a row: all that the packer holds.
+            dropped = packer.report.dropped
+            assert len(rows_before_draw) + 1 - dropped - num_out <= case["buffer_size"]
+            rows_before_draw.append(num_rows)
+            yield item
+
+    packer = make_packer(case)
+    for row in packer.pack(source()):
+        for index, _ in row:
+            assert num_rows < rows_before_draw[index] + case["buffer_size"]
+            assert num_rows <= index
+        num_rows += 1
+        num_out += len(row)
+
+
+@THOROUGH
+@given(cases())
+def test_a_state_taken_after_any_row_continues_with_the_next(case: dict[str, Any]) -> None:
+    packer = make_packer(case)
+    states = [json.dumps(packer.state_dict())]
+    rows = []
+    for row in packer.pack(iter(case["items"])):
+        rows.append(row)
+        states.append(json.dumps(packer.state_dict()))
+    states.append(json.dumps(packer.state_dict()))  # after the end
+
+    for num_done, state in enumerate(states):
+        resumed = make_packer(case)
+        resumed.load_state_dict(json.loads(state))
+        assert json.dumps(resumed.state_dict()) == state
+        assert list(resumed.pack(iter(case["items"]))) == rows[num_done:]
+        assert resumed.report == packer.report
+
+
+class Cursor:
+    """A source that knows where it is, hands out its live state, and counts the draws."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self.items = items
+        self.state = {"position": 0}
+        self.num_drawn = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        while self.state["position"] < len(self.items):
+            self.state["position"] += 1
+            self.num_drawn += 1
+            yield self.items[self.state["position"] - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
+
+
+@THOROUGH
+@given(cases())
+def test_a_source_with_a_state_is_set_to_it_and_not_drawn_again(case: dict[str, Any]) -> None:
+    packer = make_packer(case)
+    rows = []
+    states = []
+    for row in packer.pack(Cursor(case["items"])):
+        rows.append(row)
+        states.append(json.dumps(packer.state_dict()))
+    for num_done, state in enumerate(states, start=1):
+        resumed, source = make_packer(case), Cursor(case["items"])
+        resumed.load_state_dict(json.loads(state))
+        assert json.dumps(resumed.state_dict()) == state
+        remaining = resumed.pack(source)
+        assert json.dumps(resumed.state_dict()) == state
+        assert list(remaining) == rows[num_done:]
+        assert source.num_drawn == len(case["items"]) - json.loads(state)["report"]["drawn"]
+
+        stateless = make_packer(case)
+        stateless.load_state_dict(json.loads(state))
+        assert list(stateless.pack(iter(case["items"]))) == rows[num_done:]
+
+
+def test_a_state_does_not_change_when_packing_goes_on() -> None:
+    case = {"row_tokens": 4, "buffer_size": 6, "over_long": "drop", "seed": 0}
+    source = Cursor([[index, 1 + index % 6] for index in range(40)])
+    packer = make_packer(case)
+    rows = packer.pack(source)
+    next(rows)
+    state = packer.state_dict()
+    before = json.dumps(state)
+    list(rows)
+    assert json.dumps(state) == before
+
+
+def test_ties_and_the_order_in_a_row_follow_the_seed() -> None:
+    items = [[index, 1] for index in range(200)]
+    case = {"row_tokens": 10, "buffer_size": 100, "over_long": "error"}
+    rows = {seed: list(make_packer({**case, "seed": seed}).pack(items)) for seed in (0, 1)}
+    assert rows[0] == list(make_packer({**case, "seed": 0}).pack(items)) != rows[1]
+    assert {tuple(map(tuple, sorted(row))) for row in rows[0]} != {
+        tuple(map(tuple, sorted(row))) for row in rows[1]
+    }
+    assert any(row != sorted(row) for row in rows[0]) and any(row[0] != min(row) for row in rows[0])
+
+
+def test_an_over_long_sample_raises_by_default() -> None:
+    packer = StreamingPacker(8, length=len)
+    rows = packer.pack(["a" * n for n in (3, 8, 11, 12)])
+    with pytest.raises(ValueError, match=r"sample 2 has 11 tokens .* holds 8; .*'truncate' or 'drop'.*>= 11"):
+        next(rows)
+    with pytest.raises(RuntimeError, match="within a row"):
+        packer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("over_long", "said"), [("truncate", "cut its tokens from 8 on"), ("drop", "dropped it")]
+)
+def test_a_lost_end_is_logged(over_long: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    packer: StreamingPacker[dict[str, Any]] = StreamingPacker(
+        8, length=lambda sample: len(sample["input_ids"]), over_long=over_long
+    )
+    with caplog.at_level(logging.WARNING):
+        list(packer.pack([{"input_ids": [1] * 3}, {"input_ids": [1] * 11}]))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"sample 1 has 11 tokens, a row holds 8: {said}"
+    ]
+
+
+def test_a_flood_of_over_long_samples_is_counted_but_not_listed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(streaming, "MAX_LISTED", 3)
+    packer = StreamingPacker(4, length=len, over_long="drop")
+    assert list(packer.pack(["a" * 6] * 10)) == []
+    assert packer.report == PackingReport(10, 10, 0, 60, ((0, 6), (1, 6), (2, 6)))
+    assert len(caplog.records) == 3
+
+
+def test_truncate_sample_cuts_text_and_refuses_media() -> None:
+    text = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 1]}
+    assert truncate_sample(text, 2) == {"input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [1, 1]}
+    assert text["input_ids"] == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"'pixel_values'.*input_ids, labels, attention_mask.*'drop'"):
+        truncate_sample({**text, "pixel_values": [0.0]}, 2)
+    with pytest.raises(ValueError, match="not list"):
+        truncate_sample([1, 2, 3], 2)  # type: ignore[arg-type]
+
+
+def test_bad_samples_are_named() -> None:
+    with pytest.raises(ValueError, match="sample 1 has length 0"):
+        next(StreamingPacker(8, length=len).pack(["a", ""]))
+    with pytest.raises(ValueError, match="truncate left 9 tokens of sample 0 but a row holds 8"):
+        next(
+            StreamingPacker(8, len, over_long="truncate", truncate=lambda item, _: item[:9]).pack(["a" * 10])
+        )
+    with pytest.raises(TypeError):
+        next(StreamingPacker(8, length=lambda _: 1.5).pack(["a"]))  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"row_tokens": 0}, "row_tokens=0"),
+        ({"buffer_size": 0}, "buffer_size=0"),
+        ({"over_long": "split"}, "over_long='split' .*'error', 'truncate', 'drop'"),
+    ],
+)
+def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StreamingPacker(**{"row_tokens": 8, "length": len, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"row_tokens": 9}, "row_tokens=8 but this packer has row_tokens=9"),
+        ({"buffer_size": 5}, "buffer_size=1024 but this packer has buffer_size=5"),
+        ({"over_long": "drop"}, "over_long='error' but this packer has over_long='drop'"),
+        ({"seed": 1}, "seed=0 but this packer has seed=1"),
+    ],
+)
+def test_a_state_of_other_settings_is_refused(changed: dict[str, Any], message: str) -> None:
+    state = StreamingPacker(8, length=len).state_dict()
+    with pytest.raises(ValueError, match=message):
+        StreamingPacker(**{"row_tokens": 8, "length": len, **changed}).load_state_dict(state)
+
+
+def test_a_packer_makes_one_pass() -> None:
+    packer = StreamingPacker(2, length=len, buffer_size=2)
+    rows = packer.pack(["a"] * 6)
+    next(rows)
+    state = packer.state_dict()
+    with pytest.raises(RuntimeError, match="new StreamingPacker"):
+        packer.pack(["a"])
+    with pytest.raises(RuntimeError, match="new StreamingPacker"):
+        packer.load_state_dict(state)
+    resumed = StreamingPacker(2, length=len, buffer_size=2)
+    resumed.load_state_dict(state)
+    with pytest.raises(ValueError, match="ends after 1 samples but the state was taken after 2"):
+        resumed.pack(["a"])
