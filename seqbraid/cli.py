@@ -1,0 +1,119 @@
+"""The command line: `seqbraid demo | layout | verify`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; a `ValueError` is the user's to read, not a traceback."""
+    parser = argparse.ArgumentParser(
+        prog="seqbraid", description="Long packed sequences over many devices, exactly."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    layout = commands.add_parser("layout", help="show where every token of a row lives")
+    layout.add_argument(
+        "--lengths", type=_lengths, required=True, help="tokens of each sequence, e.g. 900,300,40"
+    )
+    layout.add_argument("--ring", type=int, default=1)
+    layout.add_argument("--ulysses", type=int, default=1)
+    layout.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
+    layout.add_argument(
+        "--multiple-of", type=int, default=1, help="round a rank's tokens up to a multiple of this"
+    )
+    layout.add_argument("--pad-to", type=int, help="physical tokens of the whole row")
+    layout.add_argument("--fp8", action="store_true", help="round a rank's tokens to 16 as well")
+    layout.add_argument("--svg", type=Path, metavar="FILE", help="draw the placement into this file")
+    layout.set_defaults(run=_layout)
+
+    verify = commands.add_parser(
+        "verify", help="compare packed training with the stock model, sample by sample"
+    )
+    verify.add_argument(
+        "--model", required=True, help="a tiny family (qwen3_5, llama, …) or a checkpoint's folder"
+    )
+    verify.add_argument(
+        "--lengths", type=_lengths, help="tokens of each sample; a demanding mix when left out"
+    )
+    verify.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
+    verify.add_argument("--seed", type=int, default=0)
+    verify.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every error and floor into this file"
+    )
+    verify.add_argument(
+        "--mutants", action="store_true", help="also plant known defects and see each one caught"
+    )
+    verify.set_defaults(run=_verify)
+
+    demo = commands.add_parser(
+        "demo", help="train a tiny hybrid model on packed text, beside unpacked training"
+    )
+    demo.add_argument("--seconds", type=float, default=60.0, help="about how long to train")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.set_defaults(run=_demo)
+
+    args = parser.parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except ValueError as error:
+        print(f"seqbraid {args.command}: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of token counts such as 900,300,40"
+        ) from None
+
+
+def _layout(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .layout import SequenceLayout
+    from .layout.render import layout_svg, layout_table
+
+    layout = SequenceLayout(
+        args.lengths, args.ring, args.ulysses, args.policy, args.multiple_of, args.pad_to, args.fp8
+    )
+    Console().print(layout_table(layout))
+    if args.svg:
+        args.svg.write_text(layout_svg(layout), encoding="utf-8")
+        print(f"wrote {args.svg}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from .verify.report import print_mutants, print_parity
+    from .verify.run import load_model, verify_model, verify_mutants
+
+    parity = verify_model(load_model(args.model, args.seed), args.model, args.lengths, args.policy, args.seed)
+    print_parity(parity)
+    result = parity.to_json()
+    holds = parity.holds
+    if args.mutants:
+        caught = verify_mutants(args.seed)
+        print_mutants(caught)
+        result["mutants"] = {name: not verdict.holds for name, verdict in caught.items()}
+        holds = holds and not any(verdict.holds for verdict in caught.values())
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0 if holds else 1
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .train.demo import run_demo
+
+    return run_demo(args.seconds, args.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

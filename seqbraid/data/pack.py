@@ -1,0 +1,120 @@
+"""`pack`: samples in, this rank's `PackedBatch` out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import lcm
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layout import SequenceLayout
+from ..mesh import Mesh
+from ..models.batch import PackedBatch, Row
+from ..models.positions import text_positions
+
+IGNORE = -100
+TEXT_KEYS = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
+
+
+def pack(
+    samples: Sequence[Mapping[str, Any]],
+    config: Any,
+    mesh: Mesh | None = None,
+    policy: str = "balanced",
+    multiple_of: int = 1,
+    pad_to: int | None = None,
+    fp8: bool = False,
+) -> PackedBatch:
+    """Pack samples into one row and take this rank's part of it.
+
+    Args:
+        samples: dicts with `input_ids [T]` and, unless every token is to be learnt, `labels [T]`, unshifted,
+            −100
+            where ignored. They are the samples of this data rank, the same on every rank of its sequence
+            group.
+        config: the model's config.
+        mesh: the device mesh; one process when left out.
+        policy: how sequences are cut: `balanced`, `zigzag` or `contiguous`.
+        multiple_of: what the tokens of a rank are rounded up to.
+        pad_to: physical tokens of the whole row, for fixed shapes.
+        fp8: round a rank's tokens to 16 as well.
+    """
+    mesh = Mesh() if mesh is None else mesh
+    row = build_row(samples, config.get_text_config().vocab_size)
+    layout = SequenceLayout(
+        row.lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8
+    )
+    return row.split(layout, mesh.sequence_rank)
+
+
+def build_row(samples: Sequence[Mapping[str, Any]], vocab_size: int) -> Row:
+    """Check the samples one by one and join them; targets are shifted and positions counted per sample."""
+    if not samples:
+        raise ValueError("samples is empty: a row needs at least one sample")
+    ids, targets, positions = [], [], []
+    for number, sample in enumerate(samples):
+        sample_ids, labels = _checked_sample(sample, number, vocab_size)
+        ids.append(sample_ids)
+        # Shifted here, where the sample's end is known, so that no rank ever needs its neighbour's label.
+        targets.append(torch.cat([labels[1:], labels.new_tensor([IGNORE])]))
+        positions.append(text_positions(len(sample_ids)))
+    return Row(tuple(map(len, ids)), torch.cat(ids), torch.cat(targets), torch.cat(positions, 1))
+
+
+def _checked_sample(sample: Mapping[str, Any], number: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+    where = f"sample {number}"
+    if "input_ids" not in sample:
+        raise ValueError(f"{where} has no input_ids; it has {', '.join(map(str, sample)) or 'no keys'}")
+    for key in sample:
+        if key not in TEXT_KEYS:
+            raise ValueError(
+                f"{where}: key {key!r} is not known for text models; known are {', '.join(TEXT_KEYS)}"
+            )
+    ids = _vector(sample["input_ids"], f"{where}: input_ids")
+    if not len(ids):
+        raise ValueError(f"{where} is empty: input_ids has no token; leave empty samples out")
+    _check_range(ids, vocab_size, f"{where}: input_ids")
+    for key, wanted, why in (("attention_mask", 1, "padding"), ("mm_token_type_ids", 0, "media tokens")):
+        if key in sample:
+            values = _vector(sample[key], f"{where}: {key}")
+            if len(values) != len(ids) or (values != wanted).any():
+                raise ValueError(
+                    f"{where}: {key} must be {wanted} for each of the {len(ids)} tokens (a text sample has "
+                    f"no {why}; "
+                    "dense batches enter through seqbraid.layout.samples_from_dense)"
+                )
+    if sample.get("labels") is None:
+        return ids, ids
+    labels = _vector(sample["labels"], f"{where}: labels")
+    if len(labels) != len(ids):
+        raise ValueError(
+            f"{where}: {len(labels)} labels for {len(ids)} input_ids; give one unshifted label per token, "
+            "−100 where "
+            "ignored"
+        )
+    _check_range(labels[labels != IGNORE], vocab_size, f"{where}: labels")
+    return ids, labels
+
+
+def _vector(value: Any, what: str) -> Tensor:
+    tensor = torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else value)
+    if tensor.ndim == 2 and tensor.shape[0] == 1:  # as a processor gives it for one conversation
+        tensor = tensor[0]
+    if tensor.ndim != 1:
+        raise ValueError(f"{what} has shape {tuple(tensor.shape)}; one sample is [T]")
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{what} has dtype {tensor.dtype}; token ids and labels are integers")
+    return tensor.long()
+
+
+def _check_range(values: Tensor, vocab_size: int, what: str) -> None:
+    bad = ((values < 0) | (values >= vocab_size)).nonzero()
+    if len(bad):
+        place = int(bad[0])
+        raise ValueError(
+            f"{what} holds {int(values[place])}, outside the vocabulary of {vocab_size} (valid: 0 to "
+            f"{vocab_size - 1}" + (", or −100 in labels)" if what.endswith("labels") else ")")
+        )

@@ -1,0 +1,110 @@
+"""The axes of the device mesh, and which rank this process is on each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from math import prod
+
+AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+"""Outermost first: neighbours in rank are neighbours in `tp`, then `ulysses`; ring ranks are further apart.
+"""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the processes of a job are shared out among the axes; reads torchrun's environment.
+
+    Args:
+        pp: pipeline stages.
+        dp_replicate: copies of the model that see different samples.
+        dp_shard: ranks that see different samples and share the parameters; −1 takes what the other axes
+        leave. ring: ranks along which keys and values of long sequences travel.
+        ulysses: ranks that exchange heads for tokens; the sequence group is `ring × ulysses`.
+        tp: ranks that share every matrix product.
+        ep: ranks that share the experts; carved out of `dp_shard × ring × ulysses`.
+
+    >>> mesh = Mesh()  # without torchrun's environment: one process
+    >>> mesh.sequence_size, mesh.data_world_size
+    (1, 1)
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    ep: int = 1
+    rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
+    world_size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "ep"):
+            size = getattr(self, axis)
+            if size < 1 and not (axis == "dp_shard" and size == -1):
+                raise ValueError(
+                    f"{axis}={size} must be at least 1" + (" (or −1)" if axis == "dp_shard" else "")
+                )
+        if self.dp_shard == -1:
+            others = prod(getattr(self, axis) for axis in AXES if axis != "dp_shard")
+            if self.world_size % others:
+                raise ValueError(
+                    f"dp_shard=-1 takes what the other axes leave, but their product {others} does not "
+                    "divide the "
+                    f"world size {self.world_size}: {self._sizes()}"
+                )
+            object.__setattr__(self, "dp_shard", self.world_size // others)
+        product = prod(getattr(self, axis) for axis in AXES)
+        if product != self.world_size:
+            raise ValueError(
+                f"the mesh needs {product} processes ({self._sizes()}) but the world size is "
+                f"{self.world_size}; start "
+                f"`torchrun --nproc-per-node {product}` or set dp_shard=-1 to take what is left"
+            )
+        shared = self.dp_shard * self.ring * self.ulysses
+        if shared % self.ep:
+            raise ValueError(
+                f"ep={self.ep} is carved out of dp_shard × ring × ulysses = {shared} and must divide it; "
+                "use one of "
+                f"{', '.join(str(n) for n in range(1, shared + 1) if shared % n == 0)}"
+            )
+
+    def _sizes(self) -> str:
+        return ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
+
+    def axis_rank(self, axis: str) -> int:
+        """This process's place on an axis."""
+        stride: int = prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
+        size: int = getattr(self, axis)
+        return self.rank // stride % size
+
+    @property
+    def ring_rank(self) -> int:
+        """Place on the ring."""
+        return self.axis_rank("ring")
+
+    @property
+    def ulysses_rank(self) -> int:
+        """Place in the Ulysses group."""
+        return self.axis_rank("ulysses")
+
+    @property
+    def sequence_size(self) -> int:
+        """Ranks that share one row: `ring × ulysses`."""
+        return self.ring * self.ulysses
+
+    @property
+    def sequence_rank(self) -> int:
+        """Place among the ranks that share one row."""
+        return self.ring_rank * self.ulysses + self.ulysses_rank
+
+    @property
+    def data_world_size(self) -> int:
+        """How many groups of ranks see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this process is in."""
+        return self.axis_rank("dp_replicate") * self.dp_shard + self.axis_rank("dp_shard")

@@ -1,0 +1,233 @@
+"""What we need of a stock decoder, found by its features, and refused where we cannot keep it exact."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
+
+from . import attention
+from .context import StepContext
+from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
+
+MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
+"""Kinds of layers that we know to keep packed samples apart in."""
+
+LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+"""Rotary variants whose frequencies depend on the longest sample of a batch."""
+
+DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""What configs call the dropout of attention probabilities."""
+
+RECURRENT = re.compile(
+    r"Mamba|SSM|Ssm[A-Z]|R[Ww][Kk][Vv]|Recurrent|Retention|Hyena|Delta|LinearAtt|Conv(?!ers)"
+)
+"""Names of modules that carry state from token to token in a way the attention interface does not show."""
+
+
+class TextAdapter:
+    """A text decoder of transformers: where its layers, its head and its mixers are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.name = type(model).__name__
+        self._stock_attention: str = self.config._attn_implementation
+        self.head = _head(model)
+        self.decoder = _decoder(model)
+        self.gated_delta = [m for m in self.decoder.modules() if is_gated_delta(m)]
+        self._check_config()
+        self._check_mixers()
+        _check_head(model, self.decoder, self.head)
+
+    def braid(self) -> None:
+        """Take over the mixers; calls without a step context behave as before."""
+        self.model.set_attn_implementation(attention.NAME)
+        if self.config._attn_implementation != attention.NAME:
+            raise ValueError(
+                f"{self.name} does not let its attention be set (it does not use transformers' attention "
+                "interface)"
+            )
+        for module in self.gated_delta:
+            braid_gated_delta(module)
+
+    def unbraid(self) -> None:
+        """Give the stock model back as it came."""
+        self.model.set_attn_implementation(self._stock_attention)
+        for module in self.gated_delta:
+            unbraid_gated_delta(module)
+
+    def check_step(self, training: bool) -> None:
+        """What may have changed since `braid` and would make a step wrong."""
+        found = self.config._attn_implementation
+        if found != attention.NAME:
+            raise ValueError(
+                f"the attention implementation of {self.name} was changed to {found!r} after parallelize; "
+                "set it back "
+                f"to {attention.NAME!r} or call parallelize again"
+            )
+        for key in DROPOUT_KEYS:
+            dropout = getattr(self.config, key, 0.0) or 0.0
+            if training and dropout:
+                raise ValueError(
+                    f"{self.name} trains with {key}={dropout}, which no split of a sequence can reproduce; "
+                    "set "
+                    f"config.{key}=0 before the model is built, or call .eval()"
+                )
+
+    def hidden(
+        self, input_ids_T: Tensor, positions_4T: Tensor, context: StepContext, with_router: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """The last hidden states `[T, D]` of this rank's tokens and, if asked for, the router logits per
+        layer.
+        """
+        extra = {"output_router_logits": True} if with_router else {}
+        outputs = self.decoder(
+            input_ids=input_ids_T[None],
+            position_ids=positions_4T[:, None] if self._multimodal_rope() else positions_4T[:1],
+            attention_mask=attention.no_mask(input_ids_T.device),
+            use_cache=False,
+            braid=context,
+            **extra,
+        )
+        missing = set(range(self.config.num_hidden_layers)) - context.mixed_layers
+        if missing:
+            raise ValueError(
+                f"layers {sorted(missing)} of {self.name} did not mix their tokens through the attention "
+                "interface or a "
+                "known gated-delta module, so packed samples may have seen each other there"
+            )
+        router = getattr(outputs, "router_logits", None)
+        if with_router and not router:
+            raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
+        return outputs.last_hidden_state[0], router
+
+    def _multimodal_rope(self) -> bool:
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        return "mrope_section" in parameters
+
+    def _check_config(self) -> None:
+        if self.model.config is not self.config:
+            raise ValueError(
+                f"{self.name} has parts beside its text decoder "
+                f"({', '.join(self.model.config.sub_configs)}); media "
+                "models are not supported yet, load the text-only class of the family"
+            )
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if kinds - MIXERS:
+            raise ValueError(
+                f"{self.name} has layers of kind {', '.join(sorted(kinds - MIXERS))}; supported are "
+                f"{', '.join(sorted(MIXERS))}"
+            )
+        if not getattr(self.config, "is_causal", True):
+            raise ValueError(
+                f"{self.name} is configured with is_causal=False; only causal decoders are supported"
+            )
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        found = {_rope_type(parameters), *(_rope_type(p) for p in parameters.values() if isinstance(p, dict))}
+        if found & LENGTH_DEPENDENT_ROPE:
+            raise ValueError(
+                f"{self.name} uses rope_type {', '.join(sorted(found & LENGTH_DEPENDENT_ROPE))}, whose "
+                "frequencies "
+                "depend on the longest sample of a batch, so a packed row differs from its samples; use a "
+                "fixed "
+                "rope_type (default, linear, yarn, llama3)"
+            )
+
+    def _check_mixers(self) -> None:
+        if not getattr(self.model, "_can_set_attn_implementation", lambda: True)():
+            raise ValueError(
+                f"{self.name} does not use transformers' attention interface, so its attention cannot be "
+                "taken over"
+            )
+        known = {id(part) for module in self.gated_delta for part in module.modules()}
+        for name, module in self.decoder.named_modules():
+            if id(module) in known or isinstance(module, Conv1D):  # transformers' Conv1D is a linear layer
+                continue
+            if RECURRENT.search(type(module).__name__):
+                raise ValueError(
+                    f"{self.name} has a {type(module).__name__} at {name!r} that carries state between "
+                    "tokens in a way "
+                    "we do not know; supported are softmax attention and the gated-delta layers of "
+                    "qwen3_next and "
+                    "qwen3_5"
+                )
+
+
+def _rope_type(parameters: dict[str, Any]) -> str:
+    return str(parameters.get("rope_type", "default"))
+
+
+def _head(model: PreTrainedModel) -> nn.Linear:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"{type(model).__name__} has no linear language-model head (found {type(head).__name__}); load "
+            "the model "
+            "with its ForCausalLM class"
+        )
+    return head
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    decoder = model.base_model
+    if decoder is model:
+        raise ValueError(f"{type(model).__name__} has no decoder below its head; load its ForCausalLM class")
+    return decoder
+
+
+class _FakeOutput(BaseModelOutputWithPast):
+    """A decoder's output that has nothing but hidden states, whatever else the family would look for."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def _check_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Linear) -> None:
+    """See with made-up tensors that the model's logits are its head on the decoder's output and nothing else.
+
+    Soft-caps, scales and extra layers around the head differ from family to family and release to release;
+    calling the stock forward with the decoder and the head stubbed shows any of them, without touching a
+    weight.
+    """
+    hidden = torch.randn(1, 2, head.in_features)
+    logits = torch.randn(1, 2, 5)
+    given: list[Tensor] = []
+
+    def fake_head(x: Tensor) -> Tensor:
+        given.append(x)
+        return logits
+
+    with ExitStack() as stack, torch.no_grad():
+        stack.enter_context(_forward_replaced(head, fake_head))
+        stack.enter_context(
+            _forward_replaced(decoder, lambda *_, **__: _FakeOutput(last_hidden_state=hidden))
+        )
+        found = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
+    if len(given) != 1 or not torch.equal(given[0], hidden) or not torch.equal(found, logits):
+        raise ValueError(
+            f"{type(model).__name__} changes hidden states before its head or logits after it (a soft-cap "
+            "or a scale); "
+            "only a plain linear head is supported"
+        )
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

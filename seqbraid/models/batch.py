@@ -1,0 +1,58 @@
+"""`PackedBatch`: the layout of a row and this rank's shard of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One rank's tokens of a row. A full row is another type (`Row`), so nothing can be sliced twice."""
+
+    layout: SequenceLayout
+    rank: int
+    """This rank's place in the sequence group."""
+    input_ids: Tensor
+    """`[T]`; padding slots hold 0."""
+    targets: Tensor
+    """`[T]`, shifted per sample before the split; −100 where there is nothing to predict."""
+    positions: Tensor
+    """`[4, T]`: text, time, height, width, each counted from the start of its own sample."""
+    label_tokens: int
+    """Targets of the whole row, all ranks together."""
+
+    @property
+    def real(self) -> Tensor:
+        """`[T]`, False where a slot is padding."""
+        return (self.layout.index(self.rank) >= 0).to(self.input_ids.device)
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        """The batch with its tensors on another device."""
+        tensors = {name: getattr(self, name).to(device) for name in ("input_ids", "targets", "positions")}
+        return replace(self, **tensors)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A whole packed row, before it is split."""
+
+    lengths: tuple[int, ...]
+    input_ids: Tensor
+    targets: Tensor
+    positions: Tensor
+
+    def split(self, layout: SequenceLayout, rank: int) -> PackedBatch:
+        """Select a rank's part of everything by the layout's one index."""
+        return PackedBatch(
+            layout,
+            rank,
+            layout.shard(self.input_ids, rank, fill=0),
+            layout.shard(self.targets, rank, fill=-100),
+            layout.shard(self.positions, rank, dim=1, fill=0),
+            int((self.targets != -100).sum()),
+        )

@@ -1,0 +1,111 @@
+"""Gated delta layers of the stock models (qwen3_next, qwen3_5, qwen3_5_moe) on packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.conv import causal_conv
+from ..ops.gated_delta import gated_delta_rule
+from .context import StepContext
+
+COMMON = (
+    "conv1d", "A_log", "dt_bias", "norm", "out_proj", "activation", "layer_idx",
+    "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim",
+)  # fmt: skip
+"""What every gated-delta module we know has, whatever its family calls its projections."""
+
+
+class Projected(NamedTuple):
+    """The hidden states after the input projections: `[T, channels]` each."""
+
+    mixed_qkv: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+
+
+def is_gated_delta(module: nn.Module) -> bool:
+    """Whether a module is a gated-delta layer whose parts we know by name."""
+    return all(hasattr(module, name) for name in COMMON) and _projection(module) is not None
+
+
+def braid_gated_delta(module: nn.Module) -> None:
+    """Let calls that carry a step context take the packed path; calls without one go to the stock forward."""
+    module.forward = partial(_forward, module, module.forward)
+
+
+def unbraid_gated_delta(module: nn.Module) -> None:
+    """Undo `braid_gated_delta`."""
+    del module.forward
+
+
+def _forward(
+    module: Any, stock: Callable[..., Tensor], hidden_states: Tensor, *args: Any, braid: StepContext | None = None, **kwargs: Any
+) -> Tensor:
+    if braid is None:
+        return stock(hidden_states, *args, **kwargs)
+    if hidden_states.shape[:2] != (1, braid.num_local_tokens):
+        raise ValueError(
+            f"{type(module).__name__} got hidden states of shape {tuple(hidden_states.shape)}; the step's layout has "
+            f"one row of {braid.num_local_tokens} tokens on this rank"
+        )
+    project = _projection(module)
+    assert project is not None
+    mixed_qkv, z, b, a = project(module, hidden_states[0])
+    cu = braid.cu_segments
+    mixed_qkv = causal_conv(
+        mixed_qkv, module.conv1d.weight.squeeze(1), module.conv1d.bias, cu, activation=module.activation
+    )
+    q, k, v = mixed_qkv.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    # Decay in float32 at least: in 16 bits exp(A_log) may overflow.
+    wide = torch.promote_types(a.dtype, torch.float32)
+    g_TH = -module.A_log.to(wide).exp() * F.softplus(a.to(wide) + module.dt_bias)
+    out_THV, _ = gated_delta_rule(
+        q.unflatten(-1, (module.num_k_heads, -1)),
+        k.unflatten(-1, (module.num_k_heads, -1)),
+        v.unflatten(-1, (module.num_v_heads, -1)),
+        g_TH,
+        b.sigmoid(),
+        cu,
+    )
+    normed = module.norm(out_THV.flatten(0, 1), z.reshape(-1, module.head_v_dim))
+    braid.record(int(module.layer_idx))
+    out: Tensor = module.out_proj(normed.view(1, braid.num_local_tokens, module.value_dim))
+    return out
+
+
+def _projection(module: nn.Module) -> Callable[[Any, Tensor], Projected] | None:
+    if all(hasattr(module, name) for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")):
+        return _project_apart
+    if all(hasattr(module, name) for name in ("in_proj_qkvz", "in_proj_ba")):
+        return _project_fused
+    return None
+
+
+def _project_apart(module: Any, hidden_TD: Tensor) -> Projected:
+    """qwen3_5: four projections."""
+    return Projected(
+        module.in_proj_qkv(hidden_TD),
+        module.in_proj_z(hidden_TD),
+        module.in_proj_b(hidden_TD),
+        module.in_proj_a(hidden_TD),
+    )
+
+
+def _project_fused(module: Any, hidden_TD: Tensor) -> Projected:
+    """qwen3_next: q, k, v, z interleaved per key head, and so are b, a."""
+    heads, group = module.num_k_heads, module.num_v_heads // module.num_k_heads
+    values = group * module.head_v_dim
+    q, k, v, z = (
+        module.in_proj_qkvz(hidden_TD)
+        .unflatten(-1, (heads, -1))
+        .split([module.head_k_dim, module.head_k_dim, values, values], dim=-1)
+    )
+    b, a = module.in_proj_ba(hidden_TD).unflatten(-1, (heads, -1)).split([group, group], dim=-1)
+    return Projected(torch.cat([x.flatten(1) for x in (q, k, v)], -1), z.flatten(1), b.flatten(1), a.flatten(1))

@@ -1,0 +1,1 @@
+"""Kernels that take explicit boundaries; they know nothing of ranks."""

@@ -1,0 +1,111 @@
+"""Depthwise causal convolution over packed segments.
+
+Shapes: T rows, C channels, W kernel width, N segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Boundaries = Sequence[int] | Tensor
+
+
+def as_boundaries(cu_seqlens: Boundaries, num_rows: int) -> tuple[int, ...]:
+    """The N+1 boundaries of N segments as plain ints, checked against the number of rows they cut."""
+    if isinstance(cu_seqlens, Tensor):
+        # Reading boundaries back from a device would stall it in every layer; lengths are known on the host.
+        if cu_seqlens.device.type != "cpu" or cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point():
+            raise ValueError(
+                f"cu_seqlens is a {cu_seqlens.dim()}-D {cu_seqlens.dtype} tensor on {cu_seqlens.device}; "
+                "pass a sequence of ints or a 1-D integer tensor on the CPU"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    cu = tuple(int(boundary) for boundary in cu_seqlens)
+    if not cu or cu[0] < 0 or cu[-1] > num_rows or any(stop < start for start, stop in pairwise(cu)):
+        raise ValueError(
+            f"cu_seqlens {list(cu)} does not cut {num_rows} rows; pass N+1 non-decreasing boundaries "
+            f"between 0 and {num_rows}"
+        )
+    return cu
+
+
+@dataclass(frozen=True)
+class ConvPlan:
+    """Where tokens and halos stand in the row that is convolved: W-1 halo rows before every segment."""
+
+    start: int
+    """First row of the input that belongs to a segment."""
+    stop: int
+    """One past the last row of the input that belongs to a segment."""
+    num_rows: int
+    """Rows of the convolved row."""
+    token_rows_T: Tensor
+    """Row of each token, in the order of the input."""
+    halo_rows_N: Tensor
+    """Rows of the halos, segment by segment."""
+
+    @staticmethod
+    @lru_cache(maxsize=16)
+    def of(cu: tuple[int, ...], width: int, device: torch.device) -> ConvPlan:
+        """The plan for these boundaries, shared by every layer that convolves them."""
+        num_segments, halo = len(cu) - 1, width - 1
+        lengths_N = torch.tensor(cu, dtype=torch.long).diff()
+        segment_T = torch.repeat_interleave(torch.arange(num_segments), lengths_N)
+        token_rows_T = torch.arange(cu[-1] - cu[0]) + (segment_T + 1) * halo
+        first_N = torch.tensor(cu[:-1], dtype=torch.long) - cu[0] + torch.arange(num_segments) * halo
+        halo_rows_N = (first_N[:, None] + torch.arange(halo)).flatten()
+        # At least one window, so that a row without tokens still takes part in the graph.
+        num_rows = max(cu[-1] - cu[0] + num_segments * halo, width)
+        return ConvPlan(cu[0], cu[-1], num_rows, token_rows_T.to(device), halo_rows_N.to(device))
+
+
+def causal_conv(
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    cu_seqlens: Boundaries,
+    *,
+    halo_NWC: Tensor | None = None,
+    activation: str | None = "silu",
+) -> Tensor:
+    """Each channel of each segment convolved with its own causal kernel; nothing crosses a boundary.
+
+    `halo_NWC` [N, W-1, C] holds the inputs that precede each segment, zeros when absent. Rows outside
+    [cu[0], cu[-1]) are padding: 0 comes out, and no gradient goes back.
+    """
+    if x_TC.dim() != 2 or weight_CW.dim() != 2 or weight_CW.shape[0] != x_TC.shape[1]:
+        raise ValueError(
+            f"x {tuple(x_TC.shape)} and weight {tuple(weight_CW.shape)} do not fit; "
+            "pass x [T, C] and weight [C, W]"
+        )
+    (num_tokens, channels), width = x_TC.shape, weight_CW.shape[1]
+    cu = as_boundaries(cu_seqlens, num_tokens)
+    if width < 1:
+        raise ValueError(f"weight {tuple(weight_CW.shape)} has no taps; its width must be 1 or more")
+    if bias_C is not None and bias_C.shape != (channels,):
+        raise ValueError(f"bias {tuple(bias_C.shape)} must be [C] = [{channels}]")
+    if halo_NWC is not None and halo_NWC.shape != (len(cu) - 1, width - 1, channels):
+        raise ValueError(
+            f"halo {tuple(halo_NWC.shape)} must be [N, W-1, C] = {[len(cu) - 1, width - 1, channels]}"
+        )
+    if activation not in (None, "silu"):
+        raise ValueError(f"activation {activation!r} is not known; use None or 'silu'")
+
+    plan = ConvPlan.of(cu, width, x_TC.device)
+    row_TC = weight_CW.new_zeros(plan.num_rows, channels)
+    row_TC = row_TC.index_copy(0, plan.token_rows_T, x_TC[plan.start : plan.stop].to(weight_CW.dtype))
+    if halo_NWC is not None:
+        row_TC = row_TC.index_copy(0, plan.halo_rows_N, halo_NWC.flatten(0, 1).to(weight_CW.dtype))
+    y_CT = F.conv1d(row_TC.T[None], weight_CW[:, None], bias_C, groups=channels)[0]
+    # The window that ends at a row is number row-(W-1).
+    y_TC = y_CT.T.index_select(0, plan.token_rows_T - (width - 1))
+    if activation == "silu":
+        y_TC = F.silu(y_TC)
+    return F.pad(y_TC.to(x_TC.dtype), (0, 0, plan.start, num_tokens - plan.stop))

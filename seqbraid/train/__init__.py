@@ -1,0 +1,1 @@
+"""Training: for now, the demo."""

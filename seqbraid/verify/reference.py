@@ -1,0 +1,119 @@
+"""The stock model in one process, each sample alone: what every split and packing must reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Loss, gradient and logits of one way to compute a step."""
+
+    loss: Tensor
+    logits: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def stock_step(
+    model: PreTrainedModel, samples: Sequence[dict[str, Any]], left_padding: int = 0, backwards: bool = False
+) -> Measurement:
+    """Sum of token losses over the samples, one forward each, divided by the number of labels; its gradient.
+
+    `left_padding` and `backwards` change the order of the sums and nothing else: each sample gets that many
+    masked tokens in front (which moves the chunks of a gated-delta layer), and the samples are visited in
+    reverse.
+    """
+    with fresh_gradients(model):
+        count = max(1, sum(int((shifted(sample) != IGNORE).sum()) for sample in samples))
+        with_router = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+        losses: list[Tensor] = []
+        routers: list[tuple[Tensor, ...]] = []
+        logits: dict[int, Tensor] = {}
+        order = range(len(samples))
+        for i in reversed(order) if backwards else order:
+            outputs, found = _forward(model, samples[i], left_padding, with_router)
+            loss = (
+                F.cross_entropy(
+                    found.float() if found.dtype != torch.float64 else found,
+                    shifted(samples[i]),
+                    ignore_index=IGNORE,
+                    reduction="sum",
+                )
+                / count
+            )
+            if with_router:
+                routers.append(tuple(r[left_padding:] for r in outputs.router_logits))
+            else:
+                loss.backward()
+                loss = loss.detach()
+            losses.append(loss)
+            logits[i] = found.detach()
+        total = torch.stack(losses).sum()
+        if with_router:
+            total = total + _router_loss(model, routers)
+            total.backward()
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+    return Measurement(total.detach(), [logits[i] for i in order], gradients)
+
+
+def shifted(sample: dict[str, Any]) -> Tensor:
+    """The target of each token of a sample."""
+    labels = torch.as_tensor(sample.get("labels", sample["input_ids"]))
+    return torch.cat([labels[1:], labels.new_tensor([IGNORE])])
+
+
+@contextmanager
+def fresh_gradients(model: torch.nn.Module) -> Iterator[None]:
+    """Run with no gradients there, and leave those that were there before as they were."""
+    before = [(p, p.grad) for p in model.parameters()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in before:
+            p.grad = grad
+
+
+def _forward(
+    model: PreTrainedModel, sample: dict[str, Any], left_padding: int, with_router: bool
+) -> tuple[Any, Tensor]:
+    ids = torch.as_tensor(sample["input_ids"])
+    length = len(ids)
+    mask = torch.ones(1, left_padding + length, dtype=torch.long)
+    mask[:, :left_padding] = 0
+    extra = {"output_router_logits": True} if with_router else {}
+    outputs = model(
+        input_ids=F.pad(ids, (left_padding, 0))[None],
+        position_ids=F.pad(torch.arange(length), (left_padding, 0))[None],
+        attention_mask=mask if left_padding else None,
+        use_cache=False,
+        **extra,
+    )
+    return outputs, outputs.logits[0, left_padding:]
+
+
+def _router_loss(model: PreTrainedModel, routers: list[tuple[Tensor, ...]]) -> Tensor:
+    """The stock function on the router logits of all tokens of the step."""
+    import importlib
+
+    config = model.config.get_text_config()
+    stock = importlib.import_module(type(model).__module__).load_balancing_loss_func
+    joined = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))
+    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    loss: Tensor = config.router_aux_loss_coef * stock(joined, experts, config.num_experts_per_tok)
+    return loss

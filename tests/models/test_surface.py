@@ -1,0 +1,171 @@
+"""The public surface in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+import seqbraid as sb
+from seqbraid.layout import samples_from_dense
+from seqbraid.verify.samples import LENGTHS, random_samples
+from seqbraid.verify.tiny import tiny_model
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_step_output_is_on_one_footing() -> None:
+    stock = tiny_model("qwen3")
+    samples = random_samples(LENGTHS, 97)
+    model = sb.parallelize(stock)
+    batch = sb.pack(samples, stock.config)
+    out = model(batch)
+    logits = model.logits(batch)
+    assert [len(x) for x in logits] == list(LENGTHS)
+    shifted = [torch.cat([s["labels"][1:], torch.tensor([-100])]) for s in samples]
+    expected = sum(F.cross_entropy(x, t, reduction="sum") for x, t in zip(logits, shifted, strict=True))
+    count = sum(int((t != -100).sum()) for t in shifted)
+    correct = sum(int((x.argmax(-1) == t).sum()) for x, t in zip(logits, shifted, strict=True))
+    assert out.label_tokens == count and int(out.correct_tokens) == correct
+    torch.testing.assert_close(out.loss_sum, expected)
+    torch.testing.assert_close(out.mean_loss, expected / count)
+    assert not out.mean_loss.requires_grad and out.aux_loss is None and out.mtp_loss is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_moe"])
+def test_accumulated_batches_give_the_gradient_of_one(family: str) -> None:
+    stock = tiny_model(family, output_router_logits=False) if family == "qwen3_moe" else tiny_model(family)
+    samples = random_samples([30, 5, 1, 64, 40, 17], 97, ignored="whole")
+    model = sb.parallelize(stock)
+    model(sb.pack(samples, stock.config)).loss.backward()
+    whole = gradients(model)
+    model.zero_grad()
+    batches = [sb.pack(part, stock.config) for part in (samples[:2], samples[2:3], samples[3:])]
+    total = sum(batch.label_tokens for batch in batches)
+    for batch in batches:
+        model(batch, label_tokens=total).loss.backward()
+    for name, gradient in gradients(model).items():
+        assert (gradient - whole[name]).norm() <= 1e-4 * whole[name].norm(), name
+
+
+def test_router_loss_of_accumulated_batches_keeps_one_coefficient() -> None:
+    stock = tiny_model("qwen3_moe")
+    sample = random_samples([40], 97)
+    model = sb.parallelize(stock)
+    batch = sb.pack(sample, stock.config)
+    once = model(batch)
+    halves = [model(batch, label_tokens=2 * batch.label_tokens) for _ in range(2)]
+    torch.testing.assert_close(once.loss, halves[0].loss + halves[1].loss)
+    assert once.aux_loss is not None and once.aux_loss > 0.5
+
+
+def test_a_batch_without_labels_is_an_exact_zero() -> None:
+    stock = tiny_model("llama")
+    model = sb.parallelize(stock)
+    out = model(sb.pack([{"input_ids": [1, 2, 3], "labels": [-100] * 3}], stock.config))
+    out.loss.backward()
+    assert out.loss == 0 and out.label_tokens == 0
+    assert all((g == 0).all() for g in gradients(model).values())
+
+
+def test_too_small_a_divisor_is_refused() -> None:
+    stock = tiny_model("llama")
+    model = sb.parallelize(stock)
+    with pytest.raises(ValueError, match="label_tokens=1 is less than the 2"):
+        model(sb.pack([{"input_ids": [1, 2, 3]}], stock.config), label_tokens=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_the_stock_model_goes_on_working(family: str) -> None:
+    """Generation and a padded batch give what they gave before, and `release` leaves no trace."""
+    stock = tiny_model(family).eval()
+    before = copy.deepcopy(stock)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    padded = {"input_ids": torch.tensor([[0, 5, 6], [1, 2, 3]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+    model = sb.parallelize(stock)
+    model.logits(sb.pack([{"input_ids": [1, 2, 3]}], stock.config))
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(stock.generate(ids, **settings), before.generate(ids, **settings))
+    torch.testing.assert_close(stock(**padded).logits[:, -1], before(**padded).logits[:, -1])
+    assert model.release() is stock
+    assert stock.config._attn_implementation == "sdpa"
+    assert not any("forward" in module.__dict__ for module in stock.modules())
+    torch.testing.assert_close(stock(ids).logits, before(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "qwen3_moe"])
+def test_what_we_save_stock_transformers_loads(family: str, tmp_path: Path) -> None:
+    stock = tiny_model(family)
+    model = sb.parallelize(stock)
+    samples = [{"input_ids": [3, 1, 4, 1, 5]}, {"input_ids": [9, 2]}]
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.config._attn_implementation == "sdpa"
+    for sample, logits in zip(samples, model.logits(sb.pack(samples, stock.config)), strict=True):
+        expected = loaded(torch.tensor([sample["input_ids"]])).logits[0]
+        assert (logits - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_evaluation_between_forward_and_backward_changes_nothing() -> None:
+    stock = tiny_model("qwen3_5")
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    model = sb.parallelize(stock)
+    batch, other = (sb.pack(random_samples(n, 97), stock.config) for n in ([40, 70, 3], [9, 100]))
+    model(batch).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    out = model(batch)
+    with torch.no_grad():
+        model(other)
+    out.loss.backward()
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+def test_a_dense_batch_enters_by_the_same_door() -> None:
+    stock = tiny_model("llama").eval()
+    ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 1, 2]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
+    expected = stock(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    model = sb.parallelize(stock)
+    logits = model.logits(sb.pack(samples_from_dense(ids, mask), stock.config))
+    torch.testing.assert_close(torch.cat(logits), expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ({"input_ids": []}, "sample 1 is empty"),
+        ({"labels": [1]}, "no input_ids"),
+        ({"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
+        ({"input_ids": [1, 97]}, "holds 97, outside the vocabulary of 97"),
+        ({"input_ids": [1, -3]}, "holds -3, outside"),
+        ({"input_ids": [1, 2], "labels": [1, 400]}, "labels holds 400"),
+        ({"input_ids": [[1, 2], [3, 4]]}, r"shape \(2, 2\)"),
+        ({"input_ids": [0.5, 1.0]}, "integers"),
+        ({"input_ids": [1], "pixel_values": [1]}, "'pixel_values' is not known for text"),
+        ({"input_ids": [1, 2], "attention_mask": [0, 1]}, "attention_mask must be 1"),
+    ],
+)
+def test_bad_samples_are_refused_by_number(sample: dict[str, Any], message: str) -> None:
+    config = tiny_model("llama").config
+    with pytest.raises(ValueError, match=message):
+        sb.pack([{"input_ids": [1, 2]}, sample], config)
+
+
+def test_other_refusals_of_pack() -> None:
+    config = tiny_model("llama").config
+    for arguments, message in (
+        ({"samples": []}, "at least one sample"),
+        ({"samples": [{"input_ids": [1, 2, 3]}], "pad_to": 2}, "pad_to=2 is too small"),
+        ({"samples": [{"input_ids": [1]}], "policy": "spiral"}, "'spiral' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sb.pack(config=config, **arguments)  # type: ignore[arg-type]

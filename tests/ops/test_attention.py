@@ -1,0 +1,114 @@
+"""Block attention: equal to plain maths, mergeable through its LSE, and never across a boundary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqbraid.ops.attention import (
+    Block,
+    BlockPlan,
+    block_attention,
+    block_attention_backward,
+    packed_attention,
+)
+
+LENGTHS = [1, 2, 63, 64, 65, 130, 7, 7, 7]
+
+
+def row(num_tokens: int, heads: int, kv_heads: int, size: int, value_size: int | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    shapes = [(heads, size), (kv_heads, size), (kv_heads, value_size or size)]
+    return [
+        torch.randn(num_tokens, *s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, sink: Tensor | None
+) -> Tensor:
+    """Each sequence alone, by the definition of softmax."""
+    outs = []
+    groups = q.shape[1] // k.shape[1]
+    for q_s, k_s, v_s in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        k_s, v_s = k_s.repeat_interleave(groups, 1), v_s.repeat_interleave(groups, 1)
+        scores = torch.einsum("thd,shd->hts", q_s, k_s) * 0.3
+        distance = torch.arange(len(q_s))[:, None] - torch.arange(len(q_s))
+        seen = (distance >= 0) & (distance < (window or len(q_s)))
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sink is not None:
+            scores = torch.cat([scores, sink[:, None, None].expand(-1, len(q_s), 1)], -1)
+        p = scores.softmax(-1)[..., : len(q_s)]
+        outs.append(torch.einsum("hts,shd->thd", p, v_s))
+    return torch.cat(outs)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().norm() / b.detach().norm())
+
+
+@pytest.mark.parametrize("window", [None, 2, 3, 16, 64, 1000])
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("value_size", [8, 4])
+def test_packed_attention_equals_each_sequence_alone(
+    window: int | None, with_sink: bool, value_size: int
+) -> None:
+    inputs = row(sum(LENGTHS), 4, 2, 8, value_size)
+    sink = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64).requires_grad_() if with_sink else None
+    wanted = [*inputs, *([sink] if sink is not None else [])]
+    segments = [(sum(LENGTHS[:i]), n) for i, n in enumerate(LENGTHS)]
+    out = packed_attention(*inputs, BlockPlan.causal(segments, window), 0.3, sink)
+    reference = plain(*inputs, LENGTHS, window, sink)
+    weight = torch.randn(reference.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert relative(out, reference) < 1e-13
+    for got, expected in zip(
+        torch.autograd.grad((out * weight).sum(), wanted),
+        torch.autograd.grad((reference * weight).sum(), wanted),
+        strict=True,
+    ):
+        assert expected.norm() > 0.1
+        assert relative(got, expected) < 1e-12
+
+
+def test_blocks_merge_through_lse_and_backward_takes_the_global_ones() -> None:
+    """Two halves of the keys, merged by hand, and a backward fed the merged out and LSE."""
+    q, k, v = row(96, 4, 2, 8)
+    full = BlockPlan((Block(64, 96, 0, 96, True, shift=64),))
+    first, second = BlockPlan((Block(64, 96, 0, 64, False),)), BlockPlan((Block(64, 96, 64, 96, True),))
+    with torch.no_grad():
+        whole, whole_lse = block_attention(q, k, v, full, 0.3)
+        parts = [block_attention(q, k, v, plan, 0.3) for plan in (first, second)]
+        lse = torch.logaddexp(parts[0][1], parts[1][1])
+        weights = [(part_lse - lse).exp().nan_to_num(0.0).T[..., None] for _, part_lse in parts]
+        out = sum(part * w for (part, _), w in zip(parts, weights, strict=True))
+        assert relative(out[64:], whole[64:]) < 1e-13
+        assert relative(lse[:, 64:], whole_lse[:, 64:]) < 1e-13
+        dout = torch.randn_like(out)
+        expected = block_attention_backward(dout, q, k, v, whole, whole_lse, full, 0.3)
+        got = [block_attention_backward(dout, q, k, v, out, lse, plan, 0.3) for plan in (first, second)]
+        for name, total, wanted in zip(
+            "qkv", (a + b for a, b in zip(*got, strict=True)), expected, strict=True
+        ):
+            assert relative(total, wanted) < 1e-12, name
+
+
+def test_rows_of_no_block_are_nobody() -> None:
+    q, k, v = row(20, 2, 1, 4)
+    plan = BlockPlan.causal([(3, 5), (10, 6)])
+    out, lse = block_attention(q, k, v, plan, 1.0)
+    padding = [0, 1, 2, 8, 9, 16, 17, 18, 19]
+    assert (out[padding] == 0).all() and lse[:, padding].isneginf().all()
+    for gradient in torch.autograd.grad(packed_attention(q, k, v, plan, 1.0).sum(), (q, k, v)):
+        assert (gradient[padding] == 0).all() and gradient.norm() > 0
+
+
+def test_a_sequence_does_not_feel_its_neighbours() -> None:
+    q, k, v = (x.detach() for x in row(sum(LENGTHS), 4, 2, 8))
+    segments = [(sum(LENGTHS[:i]), n) for i, n in enumerate(LENGTHS)]
+    before = packed_attention(q, k, v, BlockPlan.causal(segments), 0.3)
+    for x in (q, k, v):
+        x[3:66] += 1.0  # the sequence of 63
+    after = packed_attention(q, k, v, BlockPlan.causal(segments), 0.3)
+    assert torch.equal(before[:3], after[:3]) and torch.equal(before[66:], after[66:])
+    assert not torch.equal(before[3:66], after[3:66])

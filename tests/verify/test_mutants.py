@@ -1,0 +1,38 @@
+"""Every planted defect is caught, and without it the same check holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from seqbraid.verify.blocks import check_blocks
+from seqbraid.verify.mutants import MUTANTS
+from seqbraid.verify.parity import Parity
+from seqbraid.verify.run import verify_model
+from seqbraid.verify.tiny import tiny_model
+
+
+def run_check(check: str) -> Parity:
+    return check_blocks() if check == "blocks" else verify_model(tiny_model(check), check)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutant_is_caught(mutant) -> None:  # type: ignore[no-untyped-def]
+    with mutant.switched_on():
+        mutated = run_check(mutant.check)
+    assert not mutated.holds
+    assert mutated.worst.ratio > 100
+    healthy = run_check(mutant.check)
+    assert healthy.holds, healthy.worst
+
+
+def test_a_zero_gradient_does_not_pass() -> None:
+    """The measure itself: a gradient replaced by zeros is an error of one, not of nothing."""
+    from seqbraid.verify import parity
+    from seqbraid.verify.reference import stock_step
+    from seqbraid.verify.samples import random_samples
+
+    reference = stock_step(tiny_model("llama"), random_samples([5, 9], 97))
+    for name in reference.gradients:
+        broken = {**reference.gradients, name: reference.gradients[name] * 0}
+        got = parity.compare("", parity.Measurement(reference.loss, reference.logits, broken), reference, [reference])
+        assert not got.holds and got.worst.name == name and abs(got.worst.error - 1) < 1e-6
