@@ -1,7 +1,8 @@
 """Peak memory of the chunked loss against the size of the full logits it never makes.
 
-`python benchmarks/loss_memory.py` runs each way in a process of its own and reads the process's high-water mark, less what
-it held before the loss: 64 K tokens, 32 K vocabulary, float32, hidden 512, forward and backward.
+`python benchmarks/loss_memory.py` runs each way in a process of its own and reads the process's high-water
+mark, less what it held before the loss: 64 K tokens, 32 K vocabulary, float32, hidden 512, forward and
+backward.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def main() -> None:
         measure(args.way, args.tokens, args.vocabulary, args.hidden)
         return
     logits = 4 * args.tokens * args.vocabulary
-    print(f"{args.tokens} tokens, {args.vocabulary} vocabulary, hidden {args.hidden}: logits {logits / 2**30:.2f} GiB")
+    print(
+        f"{args.tokens} tokens, {args.vocabulary} vocabulary, hidden {args.hidden}: "
+        f"logits {logits / 2**30:.2f} GiB"
+    )
     for way, tokens in (("chunked", args.tokens), ("full", args.tokens // 16)):
         sizes = ["--tokens", str(tokens), "--vocabulary", str(args.vocabulary), "--hidden", str(args.hidden)]
         command = [sys.executable, __file__, "--way", way, *sizes]

@@ -16,7 +16,17 @@ ALLOWED = {
     "models": {"sequence_parallel", "layout", "ops", "comm", "mesh"},
     "data": {"layout", "models", "mesh"},
     "parallelize": {"models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
-    "train": {"data", "parallelize", "models", "sequence_parallel", "layout", "ops", "comm", "mesh", "verify"},
+    "train": {
+        "data",
+        "parallelize",
+        "models",
+        "sequence_parallel",
+        "layout",
+        "ops",
+        "comm",
+        "mesh",
+        "verify",
+    },
     "verify": {"data", "parallelize", "models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
     "plan": {"layout", "mesh"},
 }

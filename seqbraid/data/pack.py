@@ -41,6 +41,11 @@ def pack(
         multiple_of: what the tokens of a rank are rounded up to.
         pad_to: physical tokens of the whole row, for fixed shapes.
         fp8: round a rank's tokens to 16 as well.
+
+    >>> from transformers import LlamaConfig
+    >>> batch = pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}], LlamaConfig())
+    >>> batch.targets.tolist(), batch.positions[0].tolist(), batch.label_tokens
+    ([6, 7, -100, 9, -100], [0, 1, 2, 0, 1], 3)
     """
     mesh = Mesh() if mesh is None else mesh
     row = build_row(samples, config.get_text_config().vocab_size)

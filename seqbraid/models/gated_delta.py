@@ -46,13 +46,19 @@ def unbraid_gated_delta(module: nn.Module) -> None:
 
 
 def _forward(
-    module: Any, stock: Callable[..., Tensor], hidden_states: Tensor, *args: Any, braid: StepContext | None = None, **kwargs: Any
+    module: Any,
+    stock: Callable[..., Tensor],
+    hidden_states: Tensor,
+    *args: Any,
+    braid: StepContext | None = None,
+    **kwargs: Any,
 ) -> Tensor:
     if braid is None:
         return stock(hidden_states, *args, **kwargs)
     if hidden_states.shape[:2] != (1, braid.num_local_tokens):
         raise ValueError(
-            f"{type(module).__name__} got hidden states of shape {tuple(hidden_states.shape)}; the step's layout has "
+            f"{type(module).__name__} got hidden states of shape {tuple(hidden_states.shape)}; the step's "
+            "layout has "
             f"one row of {braid.num_local_tokens} tokens on this rank"
         )
     project = _projection(module)
@@ -108,4 +114,6 @@ def _project_fused(module: Any, hidden_TD: Tensor) -> Projected:
         .split([module.head_k_dim, module.head_k_dim, values, values], dim=-1)
     )
     b, a = module.in_proj_ba(hidden_TD).unflatten(-1, (heads, -1)).split([group, group], dim=-1)
-    return Projected(torch.cat([x.flatten(1) for x in (q, k, v)], -1), z.flatten(1), b.flatten(1), a.flatten(1))
+    return Projected(
+        torch.cat([x.flatten(1) for x in (q, k, v)], -1), z.flatten(1), b.flatten(1), a.flatten(1)
+    )

@@ -257,7 +257,7 @@ class _GatedDelta(torch.autograd.Function):
         grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in inputs]
         with torch.autocast(dout.device.type, enabled=False):
             for tile in reversed(call.plan.tiles):
-                start = call.sort_states(initial, tile.segments) if tile.starts_chain else kept.pop()
+                start = call.sort_states(initial, tile.segments) if tile.starts_chain else kept.pop().clone()
                 chunk_grads = _tile_backward(call, tile, inputs, start, dout, dstate[tile.segments])
                 for chunks, grad in zip(chunk_grads, grads, strict=True):
                     call.store(chunks, tile, grad)

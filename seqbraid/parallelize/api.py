@@ -15,6 +15,16 @@ def parallelize(model: PreTrainedModel, mesh: Mesh | None = None) -> BraidedMode
     Args:
         model: a causal language model of transformers, from `from_pretrained` or from a config.
         mesh: the device mesh; one process when left out.
+
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...                      num_attention_heads=2, num_key_value_heads=1)
+    >>> model = parallelize(AutoModelForCausalLM.from_config(config))
+    >>> batch = seqbraid.pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}], config)
+    >>> out = model(batch)
+    >>> out.loss.backward()
+    >>> out.label_tokens, [tuple(x.shape) for x in model.logits(batch)]
+    (3, [(3, 99), (2, 99)])
     """
     mesh = Mesh() if mesh is None else mesh
     if not isinstance(model, PreTrainedModel):

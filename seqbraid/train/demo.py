@@ -1,4 +1,4 @@
-"""`seqbraid demo`: a tiny hybrid model learns text in packed rows, beside the stock model on each sample alone."""
+"""`seqbraid demo`: a tiny hybrid learns text in packed rows, beside the stock model on each sample alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def text_samples(seed: int) -> Iterator[Sample]:
     """Paragraphs of Python's own reference, as bytes, in random order, again and again."""
     from pydoc_data.topics import topics
 
-    paragraphs = [p.encode()[:SAMPLE_TOKENS] for text in topics.values() for p in text.split("\n\n") if p.strip()]
+    paragraphs = [
+        p.encode()[:SAMPLE_TOKENS] for text in topics.values() for p in text.split("\n\n") if p.strip()
+    ]
     rng = np.random.default_rng(seed)
     while True:
         for i in rng.permutation(len(paragraphs)):
@@ -95,7 +97,7 @@ def alone_step(model: PreTrainedModel, samples: list[Sample]) -> float:
 
 
 def leaky_loss(model: PreTrainedModel, samples: list[Sample]) -> float:
-    """The stock model on the joined row with positions reset: what a collator without boundaries trains on."""
+    """The stock model on the joined row, positions reset: what a collator without boundaries trains on."""
     ids = torch.cat([sample["input_ids"] for sample in samples])
     positions = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])
     targets = torch.cat([F.pad(sample["input_ids"][1:], (0, 1), value=-100) for sample in samples])
@@ -107,7 +109,12 @@ def train_both(packed: Any, alone: PreTrainedModel, rows: Iterator[list[Sample]]
     """Train both on the same rows, step by step, until the time is up."""
     curves = Curves()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=LEARNING_RATE) for m in (packed, alone)]
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[loss]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
     with Progress(*columns) as progress:
         task = progress.add_task("training", total=seconds, loss="")
         begin = time.perf_counter()
@@ -138,7 +145,9 @@ def run_demo(seconds: float, seed: int) -> int:
     stock = tiny_hybrid()
     alone = copy.deepcopy(stock)
     packed = parallelize(stock)
-    packer: StreamingPacker[Sample] = StreamingPacker(ROW_TOKENS, lambda s: len(s["input_ids"]), 128, seed=seed)
+    packer: StreamingPacker[Sample] = StreamingPacker(
+        ROW_TOKENS, lambda s: len(s["input_ids"]), 128, seed=seed
+    )
     rows = packer.pack(text_samples(seed))
     held_out = [next(rows) for _ in range(HELD_OUT_ROWS)]
     size = sum(p.numel() for p in stock.parameters())
@@ -156,8 +165,10 @@ def run_demo(seconds: float, seed: int) -> int:
         f"{len(curves.packed)} steps. Largest difference between the two loss curves: "
         f"{curves.largest_difference:.1e} relative. Packed took {curves.packed_seconds:.1f} s, "
         f"samples alone {curves.alone_seconds:.1f} s.\n"
-        f"Held-out loss of the trained model: packed by seqbraid {packed_loss:.6f}, each sample alone with stock "
-        f"code {alone_loss:.6f},\nthe same rows packed with stock code {leak:.6f} (its gated-delta layers let "
+        f"Held-out loss of the trained model: packed by seqbraid {packed_loss:.6f}, each sample alone with "
+        "stock "
+        f"code {alone_loss:.6f},\nthe same rows packed with stock code {leak:.6f} (its gated-delta layers "
+        "let "
         "samples see each other)."
     )
     return 0

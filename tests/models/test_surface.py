@@ -88,7 +88,10 @@ def test_the_stock_model_goes_on_working(family: str) -> None:
     stock = tiny_model(family).eval()
     before = copy.deepcopy(stock)
     ids = torch.tensor([[5, 6, 7, 8]])
-    padded = {"input_ids": torch.tensor([[0, 5, 6], [1, 2, 3]]), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+    padded = {
+        "input_ids": torch.tensor([[0, 5, 6], [1, 2, 3]]),
+        "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+    }
     model = sb.parallelize(stock)
     model.logits(sb.pack([{"input_ids": [1, 2, 3]}], stock.config))
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -133,7 +136,9 @@ def test_a_dense_batch_enters_by_the_same_door() -> None:
     stock = tiny_model("llama").eval()
     ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 1, 2]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]])
-    expected = stock(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    expected = stock(
+        input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)
+    ).logits
     model = sb.parallelize(stock)
     logits = model.logits(sb.pack(samples_from_dense(ids, mask), stock.config))
     torch.testing.assert_close(torch.cat(logits), expected[mask.bool()], rtol=1e-4, atol=1e-4)

@@ -333,6 +333,14 @@ def test_gradients_under_checkpoint_are_the_same() -> None:
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+def test_backward_can_be_run_again() -> None:
+    leaves = [x.requires_grad_() for x in make_inputs(90, 1).values()]
+    with smallest_tiles():
+        out, _ = gated_delta_rule(*leaves[:5], [0, 90], initial_state_NHKV=leaves[5], chunk_size=8)
+        first, second = (torch.autograd.grad(out.sum(), leaves, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
 def test_keeps_the_inputs_and_few_states_for_backward() -> None:
     inputs = make_inputs(512, 1, key_dim=16, value_dim=16)
     state_bytes, inputs = inputs["initial"].nbytes, {name: x.requires_grad_() for name, x in inputs.items()}

@@ -34,5 +34,7 @@ def test_a_zero_gradient_does_not_pass() -> None:
     reference = stock_step(tiny_model("llama"), random_samples([5, 9], 97))
     for name in reference.gradients:
         broken = {**reference.gradients, name: reference.gradients[name] * 0}
-        got = parity.compare("", parity.Measurement(reference.loss, reference.logits, broken), reference, [reference])
+        got = parity.compare(
+            "", parity.Measurement(reference.loss, reference.logits, broken), reference, [reference]
+        )
         assert not got.holds and got.worst.name == name and abs(got.worst.error - 1) < 1e-6

@@ -1,0 +1,16 @@
+"""One thread, since the models are tiny, and what the examples in docstrings take for granted."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import seqbraid
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _names_in_examples(doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace["seqbraid"] = seqbraid
+    doctest_namespace["torch"] = torch
