@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .conv import Boundaries, as_boundaries
+from .boundaries import Boundaries, as_boundaries
 
 
 def gated_delta_recurrent(

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqbraid.ops.conv import ConvPlan, as_boundaries, causal_conv
+from seqbraid.ops.boundaries import as_boundaries
+from seqbraid.ops.conv import ConvPlan, causal_conv
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 0, 257)
 CHANNELS = 5

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from seqbraid.ops import gated_delta
-from seqbraid.ops.gated_delta import ChunkPlan, gated_delta_rule, segment_summary
+from seqbraid.ops.chunk_plan import ChunkPlan
+from seqbraid.ops.gated_delta import gated_delta_rule, segment_summary
 from seqbraid.ops.reference import gated_delta_recurrent
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 0, 257)
