@@ -20,6 +20,9 @@ ALLOWANCE = 10.0
 SMALLEST_FLOOR = 5e-7
 """No floor is taken to be lower than a few roundings of float32, even where two orders agree to the bit."""
 
+LARGEST_FLOOR = 1e-2
+"""A floor above this would let anything pass: the orders compared were not equally valid."""
+
 NEGLIGIBLE = 1e-5
 """A gradient that is zero in exact arithmetic is all noise: it is measured against this share of the whole.
 """
@@ -40,8 +43,8 @@ class Line:
 
     @property
     def holds(self) -> bool:
-        """Whether the error is within the allowance; not a number never is."""
-        return self.ratio <= ALLOWANCE
+        """Whether the error is within the allowance of a credible floor; not a number never is."""
+        return self.floor <= LARGEST_FLOOR and self.ratio <= ALLOWANCE
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ def stock_step(
                 / count
             )
             if with_router:
-                routers.append(tuple(r[left_padding:] for r in outputs.router_logits))
+                tokens = slice(left_padding, left_padding + len(found))
+                routers.append(tuple(r[tokens] for r in outputs.router_logits))
             else:
                 loss.backward()
                 loss = loss.detach()
@@ -94,16 +95,16 @@ def _forward(
 ) -> tuple[Any, Tensor]:
     ids = torch.as_tensor(sample["input_ids"])
     length = len(ids)
-    mask = torch.ones(1, left_padding + length, dtype=torch.long)
-    mask[:, :left_padding] = 0
+    inputs = {
+        "input_ids": F.pad(ids, (left_padding, 0))[None],
+        "position_ids": F.pad(torch.arange(length), (left_padding, 0))[None],
+    }
+    if left_padding:
+        # Twice, since some releases heed the mask of a gated-delta layer only in a batch; the first one counts.
+        mask = F.pad(torch.ones_like(ids), (left_padding, 0))[None]
+        inputs = {name: x.expand(2, -1) for name, x in (inputs | {"attention_mask": mask}).items()}
     extra = {"output_router_logits": True} if with_router else {}
-    outputs = model(
-        input_ids=F.pad(ids, (left_padding, 0))[None],
-        position_ids=F.pad(torch.arange(length), (left_padding, 0))[None],
-        attention_mask=mask if left_padding else None,
-        use_cache=False,
-        **extra,
-    )
+    outputs = model(**inputs, use_cache=False, **extra)
     return outputs, outputs.logits[0, left_padding:]
 
 

@@ -185,6 +185,8 @@ def test_reference_is_the_stock_rule(scale: float | None) -> None:
     normed = stock.torch_recurrent_gated_delta_rule(
         *(x.repeat_interleave(2, dim=1)[None] for x in (q, k)),
         *(x[None] for x in (v, g, beta)),
+        initial_state=None,
+        output_final_state=False,
         use_qk_l2norm_in_kernel=True,
     )[0][0]
     out, _ = gated_delta_recurrent(q, k, v, g, beta, [0, 50], qk_l2norm=True)
