@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 """Outermost first: neighbours in rank are neighbours in `tp`, then `ulysses`; ring ranks are further apart.
@@ -108,3 +113,47 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of them this process is in."""
         return self.axis_rank("dp_replicate") * self.dp_shard + self.axis_rank("dp_shard")
+
+    @cached_property
+    def device_meshes(self) -> dict[str, DeviceMesh]:
+        """Torch's meshes by name, made by all ranks together on first use; none for one process.
+
+        One for each axis, and `sequence` (ring × ulysses), `loss` (data × sequence), `fsdp` (what shares
+        parameters: dp_shard × ring × ulysses, with dp_replicate as a second axis where it is used).
+        """
+        if self.world_size == 1:
+            return {}
+        if not dist.is_initialized():
+            on_gpu = torch.cuda.is_available()
+            if on_gpu:
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group("nccl" if on_gpu else "gloo")
+        if dist.get_world_size() != self.world_size:
+            raise ValueError(
+                f"the mesh has {self.world_size} processes, the process group {dist.get_world_size()}; they "
+                "must agree"
+            )
+        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        root = init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
+        meshes = {axis: root[axis] for axis in AXES}
+        meshes["sequence"] = root["ring", "ulysses"]._flatten()
+        meshes["loss"] = root["dp_replicate", "dp_shard", "ring", "ulysses"]._flatten()
+        meshes["fsdp"] = root["dp_shard", "ring", "ulysses"]._flatten()
+        if self.dp_replicate > 1:
+            sizes = (self.pp, self.dp_replicate, self.dp_shard * self.sequence_size, self.tp)
+            names = ("pp", "dp_replicate", "shard", "tp")
+            meshes["fsdp"] = init_device_mesh(device_type, sizes, mesh_dim_names=names)[
+                "dp_replicate", "shard"
+            ]
+        return meshes
+
+    def process_group(self, name: str) -> dist.ProcessGroup | None:
+        """The group of an axis, of `sequence` or of `loss`; None for one process."""
+        return None if self.world_size == 1 else self.device_meshes[name].get_group()
+
+    @cached_property
+    def cpu_group(self) -> dist.ProcessGroup | None:
+        """All ranks, on the CPU: for agreeing on numbers and errors without waiting for a GPU."""
+        if not self.device_meshes:
+            return None
+        return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

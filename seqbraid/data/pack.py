@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..comm.consensus import agree
 from ..layout import SequenceLayout
 from ..mesh import Mesh
 from ..models.batch import PackedBatch, Row
@@ -48,11 +49,19 @@ def pack(
     ([6, 7, -100, 9, -100], [0, 1, 2, 0, 1], 3)
     """
     mesh = Mesh() if mesh is None else mesh
-    row = build_row(samples, config.get_text_config().vocab_size)
-    layout = SequenceLayout(
-        row.lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8
-    )
-    return row.split(layout, mesh.sequence_rank)
+    batch, error = None, None
+    try:
+        row = build_row(samples, config.get_text_config().vocab_size)
+        layout = SequenceLayout(
+            row.lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8
+        )
+        batch = row.split(layout, mesh.sequence_rank)
+    except ValueError as problem:
+        error = problem
+    # A bad sample is seen by the ranks that have it alone; the others must not wait for them in the forward.
+    agree(mesh.cpu_group, error)
+    assert batch is not None
+    return batch
 
 
 def build_row(samples: Sequence[Mapping[str, Any]], vocab_size: int) -> Row:

@@ -13,8 +13,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
+from ..mesh import Mesh
+from ..sequence_parallel.context import StepContext
+from ..sequence_parallel.ulysses import HeadPlan
 from . import attention
-from .context import StepContext
 from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
 
 MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
@@ -42,10 +44,22 @@ class TextAdapter:
         self._stock_attention: str = self.config._attn_implementation
         self.head = _head(model)
         self.decoder = _decoder(model)
+        self.decoder_layers = _layers(self.decoder, self.config.num_hidden_layers)
         self.gated_delta = [m for m in self.decoder.modules() if is_gated_delta(m)]
         self._check_config()
         self._check_mixers()
         _check_head(model, self.decoder, self.head)
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """What the mesh asks of the model, said before any rank talks to another."""
+        heads = self.config.num_attention_heads
+        HeadPlan(heads, getattr(self.config, "num_key_value_heads", None) or heads, mesh.ulysses)
+        if self.gated_delta and mesh.sequence_size > 1:
+            raise ValueError(
+                f"{self.name} has gated-delta layers, which do not run with ring={mesh.ring} × "
+                f"ulysses={mesh.ulysses} "
+                "yet; use dp_shard for them"
+            )
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""
@@ -174,6 +188,14 @@ def _head(model: PreTrainedModel) -> nn.Linear:
             "with its ForCausalLM class"
         )
     return head
+
+
+def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+    """The decoder's list of layers, whatever the family calls it."""
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(decoder).__name__} has no list of {count} layers")
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:

@@ -10,8 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..ops.attention import packed_attention
-from .context import StepContext
+from ..sequence_parallel.context import StepContext
+from ..sequence_parallel.softmax import softmax_attention
 
 NAME = "seqbraid"
 """Our name in transformers' registry. Without a context it is plain SDPA, so `generate` goes on working."""
@@ -58,7 +58,7 @@ def braided_attention(
     _refuse_unknown(module, query, dropout, sliding_window, kwargs, braid)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    out_THD = packed_attention(q_THD, k_TGD, v_TGD, braid.attention_plan(sliding_window), scale, s_aux)
+    out_THD = softmax_attention(q_THD, k_TGD, v_TGD, braid, scale, sliding_window, s_aux)
     braid.record(_layer_index(module))
     return out_THD[None], None
 

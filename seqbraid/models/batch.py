@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +26,8 @@ class PackedBatch:
     """`[4, T]`: text, time, height, width, each counted from the start of its own sample."""
     label_tokens: int
     """Targets of the whole row, all ranks together."""
+    fingerprint: int
+    """Of the row and its layout: ranks of one sequence group must agree on it."""
 
     @property
     def real(self) -> Tensor:
@@ -55,4 +58,12 @@ class Row:
             layout.shard(self.targets, rank, fill=-100),
             layout.shard(self.positions, rank, dim=1, fill=0),
             int((self.targets != -100).sum()),
+            self._fingerprint(layout),
         )
+
+    def _fingerprint(self, layout: SequenceLayout) -> int:
+        shape = (self.lengths, layout.ring, layout.ulysses, layout.policy, layout.num_local_tokens)
+        digest = zlib.crc32(repr(shape).encode())
+        for tensor in (self.input_ids, self.targets, self.positions):
+            digest = zlib.crc32(tensor.contiguous().numpy().tobytes(), digest)
+        return digest

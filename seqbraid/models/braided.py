@@ -9,13 +9,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 
+from ..comm.consensus import agree
+from ..comm.group import Group
 from ..mesh import Mesh
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..sequence_parallel.context import StepContext
 from .adapter import TextAdapter
 from .batch import PackedBatch
-from .context import StepContext
 from .router import load_balancing_loss
 
 
@@ -50,7 +53,16 @@ class BraidedModel(nn.Module):
         self.model = model
         self.mesh = mesh
         self._adapter = TextAdapter(model)
+        self._adapter.check_mesh(mesh)
+        self.groups = {
+            axis: Group.of(mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence", "loss")
+        }
         self._adapter.braid()
+
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
+        """The layers of the decoder, each of them a unit for sharding and checkpointing."""
+        return self._adapter.decoder_layers
 
     def forward(self, batch: PackedBatch, label_tokens: int | None = None) -> StepOutput:
         """The loss of a packed batch, divided once by `label_tokens`.
@@ -58,45 +70,54 @@ class BraidedModel(nn.Module):
         `label_tokens` is the count of the whole optimizer step where several batches are accumulated; the
         batch's own when left out.
         """
+        batch_labels = self._agree(batch, label_tokens)
         hidden_TD, router = self._hidden(batch, with_router=self._uses_router_loss)
         head = self._adapter.head
         sums = linear_cross_entropy(hidden_TD, head.weight, batch.targets, head.bias)
-        divisor = batch.label_tokens if label_tokens is None else label_tokens
-        if divisor < batch.label_tokens:
-            raise ValueError(
-                f"label_tokens={divisor} is less than the {batch.label_tokens} labels of this batch alone; "
-                "give the "
-                "count of all batches of the optimizer step"
-            )
-        # A batch without labels contributes an exact zero, and still takes part in the backward.
+        divisor = batch_labels if label_tokens is None else label_tokens
+        # A rank without labels contributes an exact zero, and still takes part in the backward.
         loss = sums.loss / max(divisor, 1)
-        mean = loss.detach()
+        # In float64, where the count of correct tokens is exact.
+        totals = self.groups["loss"].all_reduce(
+            torch.stack([sums.loss.detach().double(), sums.correct.double()])
+        )
+        loss_sum, correct = totals.unbind()
         aux = None
         if router is not None:
-            aux = load_balancing_loss(router, batch.real, self._adapter.config.num_experts_per_tok)
+            top_k = self._adapter.config.num_experts_per_tok
+            own, aux = load_balancing_loss(router, batch.real, top_k, self.groups["loss"])
             # Accumulated batches weigh by their labels, so that the step's loss keeps one coefficient.
-            share = batch.label_tokens / max(divisor, 1)
-            loss = loss + self._adapter.config.router_aux_loss_coef * share * aux
+            share = batch_labels / max(divisor, 1)
+            loss = loss + self._adapter.config.router_aux_loss_coef * share * own
         return StepOutput(
             loss=loss,
-            mean_loss=mean,
-            loss_sum=sums.loss.detach(),
+            mean_loss=(loss_sum / max(divisor, 1)).to(sums.loss.dtype),
+            loss_sum=loss_sum.to(sums.loss.dtype),
             label_tokens=divisor,
-            correct_tokens=sums.correct,
-            aux_loss=None if aux is None else aux.detach(),
+            correct_tokens=correct.long(),
+            aux_loss=aux,
         )
 
     @torch.no_grad()
     def logits(self, batch: PackedBatch) -> list[Tensor]:
         """One `[T, V]` tensor per sample, in the order given: for checks, it holds all logits at once."""
+        self._agree(batch, None)
         hidden_TD, _ = self._hidden(batch, with_router=False)
         head = self._adapter.head
-        row = batch.layout.unshard([F.linear(hidden_TD, head.weight, head.bias)])
+        parts = self.groups["sequence"].all_gather(F.linear(hidden_TD, head.weight, head.bias))
+        row = batch.layout.unshard(parts)
         return list(row.split(list(batch.layout.lengths)))
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
-        """Write the stock checkpoint that `from_pretrained` loads."""
-        self.model.save_pretrained(directory, **kwargs)
+        """Write the stock checkpoint that `from_pretrained` loads; all ranks call it, the first writes."""
+        if self.mesh.world_size == 1:
+            self.model.save_pretrained(directory, **kwargs)
+            return
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=options)
+        if self.mesh.rank == 0:
+            self.model.save_pretrained(directory, state_dict=state, **kwargs)
+        agree(self.mesh.cpu_group, None)
 
     def release(self) -> PreTrainedModel:
         """Undo the braid and give the stock model back."""
@@ -108,6 +129,47 @@ class BraidedModel(nn.Module):
         return bool(getattr(self._adapter.config, "output_router_logits", False))
 
     def _hidden(self, batch: PackedBatch, with_router: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        self._adapter.check_step(self.training)
-        context = StepContext(batch.layout, batch.rank)
+        context = StepContext(batch.layout, batch.rank, self.groups["ring"], self.groups["ulysses"])
         return self._adapter.hidden(batch.input_ids, batch.positions, context, with_router)
+
+    def _agree(self, batch: PackedBatch, label_tokens: int | None) -> int:
+        """Make sure on all ranks that the step can be done, before its first exchange; the labels of all data
+        ranks.
+        """
+        error = None
+        try:
+            self._check(batch)
+        except ValueError as problem:
+            error = problem
+        mesh = self.mesh
+        own = [mesh.data_rank, mesh.sequence_rank, batch.fingerprint, batch.label_tokens]
+        found = agree(mesh.cpu_group, error, own)
+        first = {
+            data: (rank, print_) for rank, (data, sequence, print_, _) in enumerate(found) if sequence == 0
+        }
+        for rank, (data, _, fingerprint, _) in enumerate(found):
+            if fingerprint != first[data][1]:
+                raise ValueError(
+                    f"ranks {first[data][0]} and {rank} share a row but packed different samples (or with "
+                    "other "
+                    "settings); give every rank of a sequence group the same samples, by mesh.data_rank"
+                )
+        labels = sum(count for _, sequence, _, count in found if sequence == 0)
+        if label_tokens is not None and label_tokens < labels:
+            raise ValueError(
+                f"label_tokens={label_tokens} is less than the {labels} labels of this batch alone; give "
+                "the count of "
+                "all batches of the optimizer step, over all data ranks"
+            )
+        return labels
+
+    def _check(self, batch: PackedBatch) -> None:
+        self._adapter.check_step(self.training)
+        layout, mesh = batch.layout, self.mesh
+        if (layout.ring, layout.ulysses) != (mesh.ring, mesh.ulysses) or batch.rank != mesh.sequence_rank:
+            raise ValueError(
+                f"the batch was packed for rank {batch.rank} of ring={layout.ring} × "
+                f"ulysses={layout.ulysses}; this is "
+                f"rank {mesh.sequence_rank} of ring={mesh.ring} × ulysses={mesh.ulysses}: pass the model's "
+                "mesh to pack"
+            )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..ops.conv import causal_conv
 from ..ops.gated_delta import gated_delta_rule
-from .context import StepContext
+from ..sequence_parallel.context import StepContext
 
 COMMON = (
     "conv1d", "A_log", "dt_bias", "norm", "out_proj", "activation", "layer_idx",

@@ -128,16 +128,36 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every block; returns out `[T, H, D]` and its natural-log LSE `[H, T]`."""
     out_THD = q_THD.new_zeros(*q_THD.shape[:-1], v_SGD.shape[-1])
-    lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=_lse_dtype(q_THD))
+    lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=wide_dtype(q_THD))
     for group in plan.groups(q_THD.device):
-        q, k, v = (group.stack(q_THD, group.q_rows), *(group.stack(x, group.k_rows) for x in (k_SGD, v_SGD)))
-        out, lse = _forward(q, k, v, group, scale)
-        out_THD[group.q_rows] = out.transpose(1, 2).flatten(0, 1)
-        lse_HT[:, group.q_rows] = lse.transpose(0, 1).flatten(1).to(lse_HT.dtype)
+        out, lse = _attend(q_THD, k_SGD, v_SGD, group, scale)
+        out_THD[group.q_rows] = out
+        lse_HT[:, group.q_rows] = lse
     return out_THD, lse_HT
 
 
+def merge_block_attention(
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    q_THD: Tensor,
+    k_SGD: Tensor,
+    v_SGD: Tensor,
+    plan: BlockPlan,
+    scale: float,
+) -> None:
+    """Add blocks over further keys to an out and LSE, in place; both should be float32 or wider."""
+    for group in plan.groups(q_THD.device):
+        part, part_lse = _attend(q_THD, k_SGD, v_SGD, group, scale)
+        before = lse_HT[:, group.q_rows]
+        after = torch.logaddexp(before, part_lse)
+        # −inf before: these rows had seen no key yet, and their share of the sum is nothing.
+        kept = out_THD[group.q_rows] * (before - after).exp().T[..., None]
+        out_THD[group.q_rows] = kept.addcmul_(part.to(kept.dtype), (part_lse - after).exp().T[..., None])
+        lse_HT[:, group.q_rows] = after
+
+
 def block_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor],
     dout_THD: Tensor,
     q_THD: Tensor,
     k_SGD: Tensor,
@@ -146,68 +166,23 @@ def block_attention_backward(
     lse_HT: Tensor,
     plan: BlockPlan,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v through these blocks, given the out and LSE of *all* blocks that a query row saw.
+) -> None:
+    """Add the gradients of q, k, v through these blocks to `gradients`, given the out and LSE of *all* keys.
 
-    With the block's own out and LSE instead, the gradient that flows through the merge would be lost.
+    With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost.
     """
-    dq_THD, dk_SGD, dv_SGD = torch.zeros_like(q_THD), torch.zeros_like(k_SGD), torch.zeros_like(v_SGD)
+    dq_THD, dk_SGD, dv_SGD = gradients
     for group in plan.groups(q_THD.device):
         q, out, dout = (group.stack(x, group.q_rows) for x in (q_THD, out_THD, dout_THD))
         k, v = (group.stack(x, group.k_rows) for x in (k_SGD, v_SGD))
         lse = lse_HT[:, group.q_rows].unflatten(1, (group.num_blocks, -1)).transpose(0, 1).contiguous()
-        dq, dk, dv = (
-            x.transpose(1, 2).flatten(0, 1) for x in _backward(dout, q, k, v, out, lse, group, scale)
-        )
-        dq_THD[group.q_rows] = dq
+        dq, dk, dv = _backward(dout, q, k, v, out, lse, group, scale)
+        _add_rows(dq_THD, group.q_rows, dq)
         _add_rows(dk_SGD, group.k_rows, dk)
         _add_rows(dv_SGD, group.k_rows, dv)
-    return dq_THD, dk_SGD, dv_SGD
 
 
-def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Out and LSE of two plans whose blocks saw different keys, as if one had seen them all."""
-    (out_a, lse_a), (out_b, lse_b) = first, second
-    lse_HT = torch.logaddexp(lse_a, lse_b)
-    shares = ((lse - lse_HT).exp().masked_fill(lse.isneginf(), 0).T[..., None] for lse in (lse_a, lse_b))
-    share_a, share_b = shares
-    return (out_a * share_a + out_b * share_b).to(out_a.dtype), lse_HT
-
-
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink_H: Tensor | None, plan: BlockPlan, scale: float
-    ) -> Tensor:
-        out, lse = block_attention(q, k, v, plan, scale)
-        if sink_H is not None:
-            out, lse = _with_sink(out, lse, sink_H)
-        ctx.save_for_backward(q, k, v, out, lse, sink_H)
-        ctx.plan, ctx.scale = plan, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sink_H = ctx.saved_tensors
-        dq, dk, dv = block_attention_backward(dout, q, k, v, out, lse, ctx.plan, ctx.scale)
-        dsink = None
-        if sink_H is not None:
-            # d loss / d sink = −Σ_t p_sink · (dout · out): the sink only takes probability away.
-            weight_HT = (sink_H.to(lse.dtype)[:, None] - lse).exp().masked_fill(lse.isneginf(), 0)
-            inner_HT = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).T
-            dsink = -(weight_HT * inner_HT).sum(1).to(sink_H.dtype)
-        return dq, dk, dv, dsink, None, None
-
-
-def packed_attention(
-    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: BlockPlan, scale: float, sink_H: Tensor | None = None
-) -> Tensor:
-    """Differentiable attention over a row; `sink_H` are learned logits of a key that holds nothing."""
-    out: Tensor = _PackedAttention.apply(q_THD, k_SGD, v_SGD, sink_H, plan, scale)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _with_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
+def add_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
     """Let a sink take its share of the softmax: given this out and LSE, the block backward stays as it is."""
     empty = lse_HT.isneginf()
     with_sink = torch.logaddexp(lse_HT, sink_H.to(lse_HT.dtype)[:, None])
@@ -215,12 +190,30 @@ def _with_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> tuple[Tensor,
     return (out_THD * keep_HT.T[..., None]).to(out_THD.dtype), with_sink.masked_fill(empty, -torch.inf)
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def sink_gradient(dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> Tensor:
+    """`−Σ_t p_sink · (dout · out)`: a sink only takes probability away."""
+    weight_HT = (sink_H.to(lse_HT.dtype)[:, None] - lse_HT).exp().masked_fill(lse_HT.isneginf(), 0)
+    inner_HT = (dout_THD.to(lse_HT.dtype) * out_THD.to(lse_HT.dtype)).sum(-1).T
+    return -(weight_HT * inner_HT).sum(1).to(sink_H.dtype)
 
 
-def _add_rows(total: Tensor, rows: slice | Tensor, part: Tensor) -> None:
-    """Keys may belong to several blocks of a plan (window tiles overlap), so their gradients add up."""
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """What sums over blocks are kept in: float32, or float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _attend(
+    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, group: BlockGroup, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Out `[rows, H, D]` and LSE `[H, rows]` of the blocks of one shape."""
+    q, k, v = (group.stack(q_THD, group.q_rows), *(group.stack(x, group.k_rows) for x in (k_SGD, v_SGD)))
+    out, lse = _forward(q, k, v, group, scale)
+    return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1).to(wide_dtype(q))
+
+
+def _add_rows(total: Tensor, rows: slice | Tensor, part_BHSD: Tensor) -> None:
+    """Rows may belong to several blocks (window tiles share keys, ring steps share queries): they add up."""
+    part = part_BHSD.transpose(1, 2).flatten(0, 1).to(total.dtype)
     if isinstance(rows, slice):
         total[rows] += part
     else:

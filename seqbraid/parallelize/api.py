@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
+from .fsdp import shard_parameters
 
 
 def parallelize(model: PreTrainedModel, mesh: Mesh | None = None) -> BraidedModel:
@@ -29,9 +30,13 @@ def parallelize(model: PreTrainedModel, mesh: Mesh | None = None) -> BraidedMode
     mesh = Mesh() if mesh is None else mesh
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"parallelize takes a transformers PreTrainedModel, not {type(model).__name__}")
-    if mesh.world_size != 1:
-        raise ValueError(
-            f"the mesh has {mesh.world_size} processes; this release runs on one, sequence parallelism "
-            "comes next"
-        )
-    return BraidedModel(model, mesh)
+    for axis in ("pp", "tp", "ep"):
+        if getattr(mesh, axis) > 1:
+            raise ValueError(
+                f"{axis}={getattr(mesh, axis)} is not supported yet; use 1, and dp_shard, ring or ulysses "
+                "instead"
+            )
+    braided = BraidedModel(model, mesh)
+    if mesh.world_size > 1:
+        shard_parameters(braided, mesh)
+    return braided

@@ -7,8 +7,8 @@ reachable in a normal run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +20,6 @@ from ..models import attention as attention_module
 from ..models import batch as batch_module
 from ..models import braided as braided_module
 from ..models import gated_delta as gated_delta_module
-from ..models.context import StepContext
 from ..ops import attention as attention_ops
 
 
@@ -83,7 +82,7 @@ def _padding_routed() -> AbstractContextManager[Any]:
     return patch.object(
         braided_module,
         "load_balancing_loss",
-        lambda logits, real, top_k: right(logits, torch.ones_like(real), top_k),
+        lambda logits, real, *rest: right(logits, torch.ones_like(real), *rest),
     )
 
 
@@ -91,26 +90,22 @@ def _lse_gradient_dropped() -> AbstractContextManager[Any]:
     """The backward of a block from the block's own out and LSE instead of the merged ones."""
     right = attention_ops.block_attention_backward
 
-    def wrong(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float) -> Any:
-        return right(dout, q, k, v, *attention_ops.block_attention(q, k, v, plan, scale), plan, scale)
+    def wrong(
+        gradients: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float
+    ) -> None:
+        right(gradients, dout, q, k, v, *attention_ops.block_attention(q, k, v, plan, scale), plan, scale)
 
     return patch.object(attention_ops, "block_attention_backward", wrong)
 
 
-@contextmanager
-def _window_ignored() -> Iterator[None]:
-    right = StepContext.attention_plan
-    with patch.object(StepContext, "attention_plan", lambda self, window: right(self, None)):
-        yield
+def _attention_changed(**changes: Any) -> AbstractContextManager[Any]:
+    right = attention_module.softmax_attention
 
+    def wrong(q: Any, k: Any, v: Any, context: Any, scale: float, window: Any, sink: Any) -> Any:
+        arguments = {"window": window, "sink_H": sink} | changes
+        return right(q, k, v, context, scale, **arguments)
 
-def _sink_ignored() -> AbstractContextManager[Any]:
-    right = attention_module.packed_attention
-
-    def wrong(q: Any, k: Any, v: Any, plan: Any, scale: float, sink: Any) -> Any:
-        return right(q, k, v, plan, scale, None if sink is None else sink.detach())
-
-    return patch.object(attention_module, "packed_attention", wrong)
+    return patch.object(attention_module, "softmax_attention", wrong)
 
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -121,6 +116,6 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("padding counted in the divisor", _padding_counted, "llama"),
     Mutant("padding counted by the router", _padding_routed, "qwen3_moe"),
     Mutant("LSE gradient dropped", _lse_gradient_dropped, "blocks"),
-    Mutant("sliding window ignored", _window_ignored, "gemma3"),
-    Mutant("sink gradient lost", _sink_ignored, "gpt_oss"),
+    Mutant("sliding window ignored", lambda: _attention_changed(window=None), "gemma3"),
+    Mutant("sink ignored", lambda: _attention_changed(sink_H=None), "gpt_oss"),
 )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..comm.consensus import gather_ints
 from ..data.pack import pack
 from ..mesh import Mesh
+from ..models.batch import PackedBatch
+from ..models.braided import StepOutput
 from ..parallelize.api import parallelize
 from .reference import Measurement, fresh_gradients, stock_step
 
@@ -20,7 +26,7 @@ ALLOWANCE = 10.0
 SMALLEST_FLOOR = 5e-7
 """No floor is taken to be lower than a few roundings of float32, even where two orders agree to the bit."""
 
-LARGEST_FLOOR = 1e-2
+LARGEST_FLOOR = 1e-3
 """A floor above this would let anything pass: the orders compared were not equally valid."""
 
 NEGLIGIBLE = 1e-5
@@ -76,36 +82,78 @@ def check_parity(
     mesh: Mesh | None = None,
     case: str = "",
     policy: str = "balanced",
+    micro_batches: int = 1,
+    references: Sequence[Measurement] | None = None,
     **layout: Any,
 ) -> Parity:
-    """Compare a packed step with the stock model on each sample alone; the model comes back as it was."""
-    reference = stock_step(model, samples)
-    others = [
+    """Compare a packed step with the stock model on each sample alone; the model comes back as it was.
+
+    On several ranks every rank calls it with the same model and samples; data ranks share the samples out.
+    The `references` of a model and samples may be given where they are used more than once.
+    """
+    mesh = Mesh() if mesh is None else mesh
+    own = range(mesh.data_rank, len(samples), mesh.data_world_size)
+    references = stock_references(model, samples) if references is None else references
+    reference, *others = (replace(m, logits=[m.logits[i] for i in own]) for m in references)
+    ours = model if mesh.world_size == 1 else copy.deepcopy(model)
+    got = packed_step(ours, [samples[i] for i in own], mesh, micro_batches, policy=policy, **layout)
+    return compare(case, got, reference, others)
+
+
+def stock_references(model: PreTrainedModel, samples: Sequence[dict[str, Any]]) -> list[Measurement]:
+    """The reference, and then equally valid orders of it for the floor."""
+    return [
+        stock_step(model, samples),
         stock_step(model, samples, left_padding=3, backwards=True),
         stock_step(model, samples, left_padding=37),
     ]
-    return compare(case, packed_step(model, samples, mesh, policy=policy, **layout), reference, others)
 
 
 def packed_step(
-    model: PreTrainedModel, samples: Sequence[dict[str, Any]], mesh: Mesh | None = None, **layout: Any
+    model: PreTrainedModel,
+    samples: Sequence[dict[str, Any]],
+    mesh: Mesh,
+    micro_batches: int = 1,
+    **layout: Any,
 ) -> Measurement:
-    """The same step through the public surface."""
+    """The same step through the public surface, of this data rank's samples."""
     with fresh_gradients(model):
         braided = parallelize(model, mesh)
         try:
-            batch = pack(samples, model.config, mesh, **layout)
-            logits = braided.logits(batch)
-            output = braided(batch)
-            output.loss.backward()
+            size = -(-len(samples) // micro_batches)
+            parts = [samples[i : i + size] for i in range(0, len(samples), size)]
+            batches = [pack(part, model.config, mesh, **layout) for part in parts]
+            logits = [x for batch in batches for x in braided.logits(batch)]
+            loss = torch.zeros(())
+            total = None if micro_batches == 1 else _label_tokens(batches, mesh)
+            for batch in batches:
+                output = braided(batch, label_tokens=total)
+                output.loss.backward()
+                loss = loss + _whole_loss(output, model)
             gradients = {
-                name: p.new_zeros(p.shape) if p.grad is None else p.grad.clone()
+                name: torch.zeros(p.shape) if p.grad is None else _full(p.grad)
                 for name, p in model.named_parameters()
                 if p.requires_grad
             }
         finally:
             braided.release()
-    return Measurement(output.loss.detach(), logits, gradients)
+    return Measurement(loss.detach(), logits, gradients)
+
+
+def _label_tokens(batches: Sequence[PackedBatch], mesh: Mesh) -> int:
+    """Labels of all batches of the step on all data ranks, known before the first forward."""
+    own = sum(batch.label_tokens for batch in batches)
+    return sum(count for first, count in gather_ints(mesh.cpu_group, [mesh.sequence_rank == 0, own]) if first)
+
+
+def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:
+    if output.aux_loss is None:
+        return output.mean_loss
+    return output.mean_loss + model.config.get_text_config().router_aux_loss_coef * output.aux_loss
+
+
+def _full(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
 
 
 def compare(case: str, got: Measurement, reference: Measurement, others: Sequence[Measurement]) -> Parity:

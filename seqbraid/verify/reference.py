@@ -100,7 +100,7 @@ def _forward(
         "position_ids": F.pad(torch.arange(length), (left_padding, 0))[None],
     }
     if left_padding:
-        # Twice, since some releases heed the mask of a gated-delta layer only in a batch; the first one counts.
+        # Twice: some releases heed the mask of a gated-delta layer only in a batch. The first one counts.
         mask = F.pad(torch.ones_like(ids), (left_padding, 0))[None]
         inputs = {name: x.expand(2, -1) for name, x in (inputs | {"attention_mask": mask}).items()}
     extra = {"output_router_logits": True} if with_router else {}

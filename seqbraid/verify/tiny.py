@@ -101,10 +101,14 @@ def tiny_model(
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         tiny_config(family, **changes), attn_implementation="sdpa" if family != "gpt_oss" else "eager"
     )
-    # Norms and biases that start at a constant would hide a wrong use of them.
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                # Slow decay: a state that is forgotten within a token could not leak, and its gradient is
+                # noise.
+                parameter.copy_(torch.empty_like(parameter).uniform_(0.02, 0.5).log())
+            elif parameter.ndim == 1:
+                # Norms and biases that start at a constant would hide a wrong use of them.
                 parameter.add_(0.2 * torch.randn_like(parameter))
     torch.random.set_rng_state(state)
     return model.to(dtype).train()

@@ -1,0 +1,99 @@
+"""A group of ranks and what they can do together. A group of one takes the same path and sends nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Ranks that talk to each other; `rank` is this process's place among them.
+
+    `sent` counts the bytes that leave this rank, by the name of the exchange; what a rank keeps is not
+    counted.
+    """
+
+    handle: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    sent: Counter[str] = field(default_factory=Counter, repr=False)
+
+    @staticmethod
+    def of(handle: dist.ProcessGroup | None) -> Group:
+        """The group of a process group; of this process alone where there is none."""
+        return (
+            Group() if handle is None else Group(handle, dist.get_rank(handle), dist.get_world_size(handle))
+        )
+
+    def through_host(self, x: Tensor) -> bool:
+        """Whether a tensor must visit the host to be exchanged: gloo sends none point to point from a GPU."""
+        return x.is_cuda and self.handle is not None and dist.get_backend(self.handle) == "gloo"
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
+        """Send `send[i]` elements of the flat `x` to rank i; get `receive[i]` from it, in rank order."""
+        if self.size == 1:
+            return x
+        self.sent[name] += (sum(send) - send[self.rank]) * x.element_size()
+        out = x.new_empty(sum(receive))
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=self.handle)
+        return out
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the group, in a new tensor."""
+        if self.size == 1:
+            return x
+        total = x.clone()
+        dist.all_reduce(total, group=self.handle)
+        return total
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """Everybody's tensor, all of one shape, in rank order."""
+        if self.size == 1:
+            return [x]
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self.handle)
+        return parts
+
+    def exchange(
+        self, send: Tensor | None, to: int, receive: Tensor | None, source: int, name: str
+    ) -> Transfer:
+        """Start sending one tensor and receiving another (either may be absent); wait before using them."""
+        transfer = Transfer(receive)
+        operations: list[dist.P2POp] = []
+        if send is not None:
+            self.sent[name] += send.numel() * send.element_size()
+            # Kept until the wait, so that the memory is not handed out while it is still being read.
+            transfer.sending = send.cpu() if self.through_host(send) else send
+            operations.append(dist.P2POp(dist.isend, transfer.sending, group=self.handle, group_peer=to))
+        if receive is not None:
+            if self.through_host(receive):
+                transfer.arriving = torch.empty_like(receive, device="cpu")
+            buffer = receive if transfer.arriving is None else transfer.arriving
+            operations.append(dist.P2POp(dist.irecv, buffer, group=self.handle, group_peer=source))
+        if operations:
+            transfer.works = dist.batch_isend_irecv(operations)
+        return transfer
+
+
+@dataclass
+class Transfer:
+    """An exchange in flight."""
+
+    received: Tensor | None
+    sending: Tensor | None = None
+    arriving: Tensor | None = None
+    works: list[dist.Work] = field(default_factory=list)
+
+    def wait(self) -> Tensor | None:
+        """The received tensor, once it is there."""
+        for work in self.works:
+            work.wait()
+        if self.arriving is not None and self.received is not None:
+            self.received.copy_(self.arriving)
+        return self.received

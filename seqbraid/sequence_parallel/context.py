@@ -1,0 +1,68 @@
+"""The step's context: what a token mixer must know of the batch, passed down as a keyword argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..comm.group import Group
+from ..layout import SequenceLayout
+from ..ops.attention import BlockPlan
+from .ring_plan import RingPlan
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """One forward pass: the layout, this rank's place in it, and its groups. Made for the step, kept by nobody.
+
+    It travels through the stock model's keyword arguments as `braid=`, to every attention and gated-delta module, also
+    when a checkpointed layer is computed again in the backward.
+    """
+
+    layout: SequenceLayout
+    rank: int
+    ring: Group = field(default_factory=Group)
+    ulysses: Group = field(default_factory=Group)
+    mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
+    """The layers whose mixer was ours: any other layer would let packed samples see each other."""
+    _plans: dict[tuple[str, int | None], RingPlan] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def num_local_tokens(self) -> int:
+        """Tokens of this rank, its padding included."""
+        return self.layout.num_local_tokens
+
+    @property
+    def group_tokens(self) -> list[int]:
+        """Shared tokens of each rank of this rank's Ulysses group."""
+        first = self.rank // self.layout.ulysses * self.layout.ulysses
+        return [self.layout.num_shared_tokens(first + i) for i in range(self.layout.ulysses)]
+
+    def shared_plan(self, window: int | None) -> RingPlan:
+        """The blocks and exchanges of the tokens that this rank's Ulysses group shares."""
+        key = ("shared", window)
+        if key not in self._plans:
+            self._plans[key] = RingPlan.of(self.layout, self.rank // self.layout.ulysses, window)
+        return self._plans[key]
+
+    def whole_plan(self, window: int | None) -> RingPlan:
+        """The blocks of the sequences that live whole on this rank, counted from the end of the shared tokens."""
+        key = ("whole", window)
+        if key not in self._plans:
+            offset, segments = 0, []
+            for sequence in self.layout.whole_sequences(self.rank):
+                segments.append((offset, self.layout.lengths[sequence]))
+                offset += self.layout.lengths[sequence]
+            self._plans[key] = RingPlan(BlockPlan.causal(segments, window))
+        return self._plans[key]
+
+    @property
+    def cu_segments(self) -> tuple[int, ...]:
+        """Boundaries of this rank's segments, which lie side by side; padding lies behind the last."""
+        segments = self.layout.segments(self.rank)
+        ends = [s.offset + s.num_tokens for s in segments]
+        assert [s.offset for s in segments] == [0, *ends[:-1]], "segments with gaps between them"
+        return (0, *ends)
+
+    def record(self, layer: int) -> None:
+        """Note that a layer mixed its tokens by our rules."""
+        self.mixed_layers.add(layer)

@@ -1,0 +1,100 @@
+"""Split over ranks equals the stock model on each sample alone, through the public surface."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqbraid import Mesh
+from seqbraid.layout import row_to_dense, samples_from_dense
+from seqbraid.verify.parity import check_parity, stock_references
+from seqbraid.verify.samples import LENGTHS, random_samples
+from seqbraid.verify.tiny import tiny_model
+from tests import ranks
+
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]
+LONG = (*LENGTHS, 1000)
+
+
+def prepared(folder: Path, family: str, lengths: tuple[int, ...], ignored: str = "some") -> str:
+    """The stock measurements of a case, made once by the test process and read by all ranks."""
+    path = folder / f"{family}-{len(lengths)}-{ignored}.pt"
+    if not path.exists():
+        samples = random_samples(lengths, 97, seed=3, ignored=ignored)
+        torch.save((samples, stock_references(tiny_model(family), samples)), path)
+    return str(path)
+
+
+def verdicts(path: str, family: str, mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[Any]:
+    """On one rank: whether each case holds, and its worst quantity."""
+    samples, references = torch.load(path, weights_only=False)
+    found = []
+    for case in cases:
+        parity = check_parity(tiny_model(family), samples, Mesh(**mesh), references=references, **case)
+        found.append((parity.holds, parity.worst))
+    return found
+
+
+def assert_holds(
+    folder: Path,
+    family: str,
+    mesh: dict[str, int],
+    cases: list[dict[str, Any]],
+    lengths: tuple[int, ...],
+    ignored: str = "some",
+) -> None:
+    path = prepared(folder, family, lengths, ignored)
+    for per_rank in ranks.run(verdicts, math.prod(mesh.values()), path, family, mesh, cases):
+        assert len(per_rank) == len(cases)
+        for holds, worst in per_rank:
+            assert holds, worst
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
+
+
+def dense(family: str, ring: int, ulysses: int) -> Any:
+    lengths = (40, 7, 64, 1, 33)
+    ids = torch.randint(1, 97, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    batch = row_to_dense(ids, lengths, fill=0, side="left")
+    parity = check_parity(
+        tiny_model(family), samples_from_dense(batch, (batch > 0).int()), Mesh(ring=ring, ulysses=ulysses)
+    )
+    return parity.holds, parity.worst
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_split_equals_each_sample_alone(folder: Path, family: str, ring: int, ulysses: int) -> None:
+    names = ["zigzag", "balanced"] + (["contiguous"] if ring == 1 else [])
+    cases = [{"policy": name} for name in names]
+    assert_holds(folder, family, {"ring": ring, "ulysses": ulysses}, cases, LONG)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
+def test_a_dense_batch(ring: int, ulysses: int) -> None:
+    for holds, worst in ranks.run(dense, ring * ulysses, "llama", ring, ulysses):
+        assert holds, worst
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_windows_and_sinks_under_ulysses(folder: Path, family: str) -> None:
+    assert_holds(folder, family, {"ulysses": 2}, [{"policy": "balanced"}, {"policy": "zigzag"}], LENGTHS)
+
+
+@pytest.mark.parametrize(("family", "micro_batches"), [("llama", (1, 3)), ("qwen3_moe", (1,))])
+def test_data_ranks_and_accumulation(folder: Path, family: str, micro_batches: tuple[int, ...]) -> None:
+    """2 × 2 × 2 ranks; micro-batches of different label counts, some without a label on some ranks."""
+    mesh = {"dp_shard": 2, "ring": 2, "ulysses": 2}
+    lengths = (30, 64, 5, 1, 1, 2, 100, 17, 40, 64, 3, 130)
+    assert_holds(folder, family, mesh, [{"micro_batches": n} for n in micro_batches], lengths, "whole")
+
+
+def test_replicas_of_shards(folder: Path) -> None:
+    assert_holds(folder, "qwen3_5", {"dp_replicate": 2, "dp_shard": 2}, [{}], LENGTHS)

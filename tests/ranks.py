@@ -1,0 +1,123 @@
+"""A pool of ranks: processes started once per test run, each case in a process group of its own.
+
+`run(function, world_size, ...)` calls a function of a test module on every rank and gives the results in rank
+order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+MOST = 8
+PRELOADED = ["torch", "torch.distributed.fsdp", "transformers", "seqbraid", "seqbraid.verify.parity"]
+
+
+class RankError(AssertionError):
+    """A rank raised what the test did not expect."""
+
+
+class Pool:
+    """Up to eight processes that wait for cases."""
+
+    def __init__(self) -> None:
+        # Forked from one process that has imported everything, so that eight ranks start as quickly as one.
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)
+        self.workers: list[tuple[BaseProcess, Connection]] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="ranks")
+        self.count = 0
+
+    def outcomes(
+        self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], limit: float
+    ) -> list[Any]:
+        """Per rank `("ok", value)` or `("error", exception, traceback)`; a rank that hangs fails the test."""
+        while len(self.workers) < world_size:
+            ours, theirs = self.context.Pipe()
+            worker = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+            worker.start()
+            self.workers.append((worker, ours))
+        self.count += 1
+        store = str(Path(self.folder.name) / f"case{self.count}")
+        pipes = [pipe for _, pipe in self.workers[:world_size]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((function, rank, world_size, store, args))
+        found: dict[int, Any] = {}
+        end = monotonic() + limit
+        while len(found) < world_size and monotonic() < end:
+            waiting = {pipes[rank]: rank for rank in range(world_size) if rank not in found}
+            for pipe in wait(list(waiting), timeout=max(0.0, end - monotonic())):
+                try:
+                    found[waiting[pipe]] = pipe.recv()
+                except EOFError:
+                    found[waiting[pipe]] = ("error", RuntimeError("the process died"), "")
+        if len(found) < world_size:
+            self.close()
+            raise RankError(
+                f"ranks {sorted(set(range(world_size)) - set(found))} hung for {limit} s; others: {found}"
+            )
+        return [found[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End all processes; the next case starts new ones."""
+        for worker, _ in self.workers:
+            worker.kill()
+        self.workers = []
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        function, rank, world_size, store, args = pipe.recv()
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        try:
+            if world_size > 1:
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+                )
+            outcome: Any = ("ok", function(*args))
+        except Exception as error:
+            outcome = ("error", error, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            pipe.send(outcome)
+        except (
+            Exception
+        ) as error:  # a value that cannot be sent is the test's mistake, and must not look like a hang
+            pipe.send(("error", RuntimeError(f"cannot send the outcome: {error}"), traceback.format_exc()))
+
+
+_POOL = Pool()
+atexit.register(_POOL.close)
+
+
+def run(function: Callable[..., Any], world_size: int, *args: Any, limit: float = 120.0) -> list[Any]:
+    """The results of a function on every rank; fails if any rank raises."""
+    outcomes = _POOL.outcomes(function, world_size, args, limit)
+    for rank, outcome in enumerate(outcomes):
+        if outcome[0] == "error":
+            raise RankError(f"rank {rank}: {outcome[2]}")
+    return [outcome[1] for outcome in outcomes]
+
+
+def errors(function: Callable[..., Any], world_size: int, *args: Any, limit: float = 20.0) -> list[Exception]:
+    """The exceptions that every rank raises; fails if one does not, or hangs."""
+    outcomes = _POOL.outcomes(function, world_size, args, limit)
+    for rank, outcome in enumerate(outcomes):
+        if outcome[0] == "ok":
+            raise RankError(f"rank {rank} raised nothing")
+    return [outcome[1] for outcome in outcomes]
