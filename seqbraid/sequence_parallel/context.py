@@ -6,16 +6,17 @@ from dataclasses import dataclass, field
 
 from ..comm.group import Group
 from ..layout import SequenceLayout
-from ..ops.attention import BlockPlan
+from ..ops.blocks import BlockPlan
 from .ring_plan import RingPlan
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """One forward pass: the layout, this rank's place in it, and its groups. Made for the step, kept by nobody.
+    """One forward pass: the layout, this rank's place in it, and its groups. Made for the step, kept by
+    nobody.
 
-    It travels through the stock model's keyword arguments as `braid=`, to every attention and gated-delta module, also
-    when a checkpointed layer is computed again in the backward.
+    It travels through the stock model's keyword arguments as `braid=`, to every attention and gated-delta
+    module, also when a checkpointed layer is computed again in the backward.
     """
 
     layout: SequenceLayout
@@ -45,7 +46,9 @@ class StepContext:
         return self._plans[key]
 
     def whole_plan(self, window: int | None) -> RingPlan:
-        """The blocks of the sequences that live whole on this rank, counted from the end of the shared tokens."""
+        """The blocks of the sequences that live whole on this rank, counted from the end of the shared
+        tokens.
+        """
         key = ("whole", window)
         if key not in self._plans:
             offset, segments = 0, []

@@ -1,7 +1,7 @@
 """Who sends which keys to whom, and which blocks are computed of them: from the layout alone.
 
-On each ring rank the real tokens of a sequence lie side by side and in order (a *run*), though they may be of several
-places of the sequence. Two facts make the plan short:
+On each ring rank the real tokens of a sequence lie side by side and in order (a *run*), though they may be of
+several places of the sequence. Two facts make the plan short:
 
 - On the rank itself, causal attention over a run is causal attention over the concatenation.
 - Of another rank's run, a query segment sees a prefix: the segments that end before it starts.
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..layout import SequenceLayout
-from ..ops.attention import Block, BlockPlan
+from ..ops.blocks import Block, BlockPlan
 
 
 class Run(NamedTuple):
-    """The real tokens of a sequence on a ring rank: first local row, and the segments `(start, stop)` in order."""
+    """The real tokens of a sequence on a ring rank: first local row, and the segments `(start, stop)` in
+    order.
+    """
 
     offset: int
     segments: tuple[tuple[int, int], ...]
@@ -33,7 +35,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStep:
-    """One exchange: send rows of ours to `target`, receive `num_received` rows of `source`, compute the blocks."""
+    """One exchange: send rows of ours to `target`, receive `num_received` rows of `source`, compute the
+    blocks.
+    """
 
     target: int
     sent_rows: tuple[tuple[int, int], ...]
@@ -71,8 +75,8 @@ class RingPlan:
             for sequence, count in received.items():
                 blocks += _blocks(mine[sequence], runs[source][sequence], base)
                 base += count
-            # A step with nothing to send or receive stays: it costs nothing, and keeps the order of messages the
-            # same on all ranks.
+            # A step with nothing to send or receive stays: it costs nothing, and keeps the order of messages
+            # the same on all ranks.
             steps.append(RingStep(target, tuple(sent), source, base, BlockPlan(tuple(blocks))))
         return RingPlan(local, tuple(steps))
 
@@ -121,6 +125,8 @@ def _refuse_window(layout: SequenceLayout, runs: list[dict[int, Run]], window: i
         ranks = [rank for rank in range(layout.ring) if sequence in runs[rank]]
         if len(ranks) > 1 and length > window:
             raise ValueError(
-                f"sequence {sequence} of {length} tokens is cut over {len(ranks)} ring ranks, but the model has layers "
-                f"with a sliding window of {window}; use ulysses instead of ring, or samples of at most {window} tokens"
+                f"sequence {sequence} of {length} tokens is cut over {len(ranks)} ring ranks, but the model "
+                "has layers "
+                f"with a sliding window of {window}; use ulysses instead of ring, or samples of at most "
+                f"{window} tokens"
             )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import attention
+from ..ops.blocks import Block, BlockPlan
 from .parity import Line, Parity
 from .samples import LENGTHS
 
@@ -25,16 +26,16 @@ def check_blocks(seed: int = 0) -> Parity:
         torch.randn(total, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4)
     )
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
-    near: list[attention.Block] = []
-    far: list[attention.Block] = []
+    near: list[Block] = []
+    far: list[Block] = []
     for start, length in zip(starts, LENGTHS, strict=True):
         cut, stop = start + (length + 1) // 3, start + length
-        near.append(attention.Block(cut, stop, cut, stop, causal=True))
+        near.append(Block(cut, stop, cut, stop, causal=True))
         if cut > start:
-            near.append(attention.Block(start, cut, start, cut, causal=True))
-            far.append(attention.Block(cut, stop, start, cut, causal=False))
-    whole = attention.BlockPlan.causal(list(zip(starts, LENGTHS, strict=True)))
-    plans = [attention.BlockPlan(tuple(blocks)) for blocks in (near, far)]
+            near.append(Block(start, cut, start, cut, causal=True))
+            far.append(Block(cut, stop, start, cut, causal=False))
+    whole = BlockPlan.causal(list(zip(starts, LENGTHS, strict=True)))
+    plans = [BlockPlan(tuple(blocks)) for blocks in (near, far)]
     out, lse = attention.block_attention(q, k, v, plans[0], 0.3)
     attention.merge_block_attention(out, lse, q, k, v, plans[1], 0.3)
     got = [out, lse, *_backward(dout, q, k, v, out, lse, plans)]
@@ -51,7 +52,7 @@ def check_blocks(seed: int = 0) -> Parity:
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plans: list[attention.BlockPlan]
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plans: list[BlockPlan]
 ) -> list[Tensor]:
     gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     for plan in plans:

@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from seqbraid.comm import Group
-from seqbraid.ops.attention import (
-    Block,
-    BlockPlan,
-    block_attention,
-    block_attention_backward,
-    merge_block_attention,
+from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
+from seqbraid.ops.attention_kernels import (
+    DenseShape,
+    _math_backward,
+    _math_forward,
+    dense_backward,
+    dense_forward,
 )
+from seqbraid.ops.blocks import Block, BlockPlan
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
 
@@ -120,3 +122,16 @@ def test_a_sequence_does_not_feel_its_neighbours() -> None:
     after = packed_attention(q, k, v, BlockPlan.causal(segments), 0.3)
     assert torch.equal(before[:3], after[:3]) and torch.equal(before[66:], after[66:])
     assert not torch.equal(before[3:66], after[3:66])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_plain_maths_is_the_kernel(causal: bool) -> None:
+    """Where no kernel takes the tensors, plain maths does the same, its global out and LSE included."""
+    q, k, v, dout = (torch.randn(2, h, 9, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
+    shape = DenseShape(causal, None, 0.3)
+    forward, plain_forward = dense_forward(q, k, v, shape), _math_forward(q, k, v, shape)
+    assert max(relative(a, b) for a, b in zip(plain_forward, forward, strict=True)) < 1e-13
+    out, lse = forward[0] * 0.7, forward[1] + 0.2  # as if other keys had been seen as well
+    backward = dense_backward(dout, q, k, v, out, lse, shape)
+    plain_backward = _math_backward(dout, q, k, v, out, lse, shape)
+    assert max(relative(a, b) for a, b in zip(plain_backward, backward, strict=True)) < 1e-12

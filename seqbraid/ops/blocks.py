@@ -1,0 +1,219 @@
+"""Which queries meet which keys: blocks of rows, and how they are gathered into kernel calls.
+
+Letters: T query tokens, S key tokens, H query heads, G key/value heads (G divides H), D head size, B equal
+blocks.
+
+A row is covered by *blocks*: query rows `[q_start, q_stop)` against key rows `[k_start, k_stop)`. The plan of
+a single process has one causal block per sequence; a ring step has others. Within one plan every query row
+belongs to at most one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention_kernels import (
+    DenseShape,
+    VarlenShape,
+    dense_backward,
+    dense_forward,
+    uses_varlen,
+    varlen_backward,
+    varlen_forward,
+)
+
+LONG_PAIRS = 2**22
+"""Blocks of one shape with at least this many query-key pairs get a dense call of their own on a GPU; the
+others share one varlen call. Measured with benchmarks/ring_blocks.py."""
+
+Rows = slice | Tensor
+"""Rows of a tensor: a slice where they lie side by side, else indices."""
+
+
+class Block(NamedTuple):
+    """Query rows against key rows; `shift` is the first query's position minus the first key's.
+
+    Query i sees key j when `j <= i + shift` (if causal) and `j > i + shift - window` (if there is a window).
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    causal: bool
+    shift: int = 0
+    window: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, bool, int, int | None]:
+        """What two blocks must share to be computed in one kernel call."""
+        return (self.q_stop - self.q_start, self.k_stop - self.k_start, self.causal, self.shift, self.window)
+
+
+class DenseGroup(NamedTuple):
+    """Blocks of one shape, stacked."""
+
+    num_blocks: int
+    q_rows: Rows
+    k_rows: Rows
+    causal: bool
+    mask: Tensor | None
+
+    @staticmethod
+    def of(blocks: Sequence[Block], device: torch.device) -> DenseGroup:
+        queries, keys, causal, shift, window = blocks[0].shape
+        mask = None
+        if window is not None or (causal and shift):
+            distance = (
+                torch.arange(queries, device=device)[:, None] + shift - torch.arange(keys, device=device)
+            )
+            mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+            mask = mask if window is None else mask & (distance < window)
+        return DenseGroup(
+            len(blocks),
+            _rows([(block.q_start, block.q_stop) for block in blocks], device),
+            _rows([(block.k_start, block.k_stop) for block in blocks], device),
+            causal and mask is None,
+            mask,
+        )
+
+    def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows."""
+        q = self._stack(q_THD, self.q_rows)
+        k, v = self._stack(k_SGD, self.k_rows), self._stack(v_SGD, self.k_rows)
+        out, lse = dense_forward(q, k, v, DenseShape(self.causal, self.mask, scale))
+        return _unstack(out), lse.transpose(0, 1).flatten(1)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the group's query, key and value rows."""
+        dout, q, out = (self._stack(x, self.q_rows) for x in (dout, q, out))
+        k, v = self._stack(k, self.k_rows), self._stack(v, self.k_rows)
+        lse = lse_HT[:, self.q_rows].unflatten(1, (self.num_blocks, -1)).transpose(0, 1).contiguous()
+        dq, dk, dv = dense_backward(dout, q, k, v, out, lse, DenseShape(self.causal, self.mask, scale))
+        return _unstack(dq), _unstack(dk), _unstack(dv)
+
+    def _stack(self, x_THD: Tensor, rows: Rows) -> Tensor:
+        """`[T, H, D]` to `[B, H, rows, D]`."""
+        stacked: Tensor = x_THD[rows].unflatten(0, (self.num_blocks, -1))
+        return stacked.transpose(1, 2)
+
+
+class VarlenGroup(NamedTuple):
+    """Blocks of any shapes, one behind the other."""
+
+    q_rows: Rows
+    k_rows: Rows
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    window: int | None
+
+    @staticmethod
+    def of(blocks: Sequence[Block], device: torch.device) -> VarlenGroup:
+        queries, keys = [block.shape[0] for block in blocks], [block.shape[1] for block in blocks]
+        cu_q, cu_k = (
+            torch.tensor([0, *n], device=device).cumsum(0, dtype=torch.int32) for n in (queries, keys)
+        )
+        return VarlenGroup(
+            _rows([(block.q_start, block.q_stop) for block in blocks], device),
+            _rows([(block.k_start, block.k_stop) for block in blocks], device),
+            cu_q,
+            cu_k,
+            max(queries),
+            max(keys),
+            blocks[0].causal,
+            blocks[0].window,
+        )
+
+    def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows."""
+        return varlen_forward(q_THD[self.q_rows], k_SGD[self.k_rows], v_SGD[self.k_rows], self._shape(scale))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the group's query, key and value rows."""
+        dout, q, out = (x[self.q_rows] for x in (dout, q, out))
+        k, v, lse = k[self.k_rows], v[self.k_rows], lse_HT[:, self.q_rows].contiguous()
+        return varlen_backward(dout, q, k, v, out, lse, self._shape(scale))
+
+    def _shape(self, scale: float) -> VarlenShape:
+        return VarlenShape(self.cu_q, self.cu_k, self.max_q, self.max_k, self.causal, self.window, scale)
+
+
+def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
+    if all(start == stop for (_, stop), (start, _) in pairwise(ranges)):
+        return slice(ranges[0][0], ranges[-1][1])
+    return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
+
+
+def _unstack(x_BHSD: Tensor) -> Tensor:
+    return x_BHSD.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """All blocks of one call; the layers of a step share one plan, and its rows are made once per device."""
+
+    blocks: tuple[Block, ...]
+    _groups: dict[tuple[torch.device, bool], list[DenseGroup | VarlenGroup]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def groups(self, q_THD: Tensor, v_SGD: Tensor) -> list[DenseGroup | VarlenGroup]:
+        """The kernel calls for these tensors."""
+        key = (q_THD.device, uses_varlen(q_THD, v_SGD))
+        if key not in self._groups:
+            self._groups[key] = self._grouped(*key)
+        return self._groups[key]
+
+    def _grouped(self, device: torch.device, varlen: bool) -> list[DenseGroup | VarlenGroup]:
+        by_shape: dict[tuple[int, int, bool, int, int | None], list[Block]] = {}
+        for block in self.blocks:
+            by_shape.setdefault(block.shape, []).append(block)
+        groups: list[DenseGroup | VarlenGroup] = []
+        short: dict[tuple[bool, int | None], list[Block]] = {}
+        for (queries, keys, causal, shift, window), blocks in by_shape.items():
+            aligned = not causal or shift == keys - queries
+            plain = window is None and not (causal and shift)
+            if varlen and aligned and not (plain and len(blocks) * queries * keys >= LONG_PAIRS):
+                short.setdefault((causal, window), []).extend(blocks)
+            else:
+                groups.append(DenseGroup.of(blocks, device))
+        groups += [VarlenGroup.of(sorted(blocks), device) for blocks in short.values()]
+        return groups
+
+    @staticmethod
+    def causal(segments: Sequence[tuple[int, int]], window: int | None = None) -> BlockPlan:
+        """One whole sequence per `(offset, length)`; a query sees itself and what came before it there."""
+        blocks: list[Block] = []
+        for offset, length in segments:
+            if window is None or window >= length:
+                blocks.append(Block(offset, offset + length, offset, offset + length, causal=True))
+                continue
+            # Query tiles one window wide against two windows of keys: memory and work in proportion to the
+            # window.
+            for begin in range(0, length, window):
+                end, first = min(begin + window, length), max(begin - window, 0)
+                blocks.append(
+                    Block(
+                        offset + begin,
+                        offset + end,
+                        offset + first,
+                        offset + end,
+                        True,
+                        begin - first,
+                        window,
+                    )
+                )
+        return BlockPlan(tuple(blocks))
