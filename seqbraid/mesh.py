@@ -156,4 +156,4 @@ class Mesh:
         """All ranks, on the CPU: for agreeing on numbers and errors without waiting for a GPU."""
         if not self.device_meshes:
             return None
-        return dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo") if "nccl" in dist.get_backend() else dist.group.WORLD

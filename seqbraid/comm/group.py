@@ -33,7 +33,7 @@ class Group:
 
     def through_host(self, x: Tensor) -> bool:
         """Whether a tensor must visit the host to be exchanged: gloo sends none point to point from a GPU."""
-        return x.is_cuda and self.handle is not None and dist.get_backend(self.handle) == "gloo"
+        return x.is_cuda and self.handle is not None and "nccl" not in dist.get_backend(self.handle)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
         """Send `send[i]` elements of the flat `x` to rank i; get `receive[i]` from it, in rank order."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import BlockPlan, Rows
+from .blocks import BlockPlan
+from .merge import Rows, merge_rows
 
 
 def block_attention(
@@ -38,12 +39,7 @@ def merge_block_attention(
     """Add blocks over further keys to an out and LSE, in place; both should be float32 or wider."""
     for group in plan.groups(q_THD, v_SGD):
         part, part_lse = group.forward(q_THD, k_SGD, v_SGD, scale)
-        before = lse_HT[:, group.q_rows]
-        after = torch.logaddexp(before, part_lse)
-        # −inf before: these rows had seen no key yet, and their share of the sum is nothing.
-        kept = out_THD[group.q_rows] * (before - after).exp().T[..., None]
-        out_THD[group.q_rows] = kept.addcmul_(part.to(kept.dtype), (part_lse - after).exp().T[..., None])
-        lse_HT[:, group.q_rows] = after
+        merge_rows(out_THD, lse_HT, group.q_rows, part, part_lse)
 
 
 def block_attention_backward(

@@ -27,13 +27,17 @@ from .attention_kernels import (
     varlen_backward,
     varlen_forward,
 )
+from .merge import Rows
 
-LONG_PAIRS = 2**22
-"""Blocks of one shape with at least this many query-key pairs get a dense call of their own on a GPU; the
-others share one varlen call. Measured with benchmarks/ring_blocks.py."""
+LONG_PAIRS = 2**26
+"""On a GPU, blocks of one shape with at least this many query-key pairs get a dense call of their own; the
+others share one varlen call. cuDNN is faster but prepares every new shape for about 130 ms
+(`benchmarks/ring_blocks.py`), which smaller blocks would not earn back in the layers of one step."""
 
-Rows = slice | Tensor
-"""Rows of a tensor: a slice where they lie side by side, else indices."""
+ROUND_PAIRS, ROUND = 2**22, 512
+"""Smaller blocks get a dense call if both their sides are multiples of ROUND: there are few such shapes, and
+they recur.
+"""
 
 
 class Block(NamedTuple):
@@ -157,6 +161,12 @@ def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
 
 
+def _earns_dense(queries: int, keys: int, count: int) -> bool:
+    """Decided by the shape alone: a choice that remembered shapes would change bits after a restart."""
+    pairs = queries * keys * count
+    return pairs >= LONG_PAIRS or (pairs >= ROUND_PAIRS and queries % ROUND == 0 and keys % ROUND == 0)
+
+
 def _unstack(x_BHSD: Tensor) -> Tensor:
     return x_BHSD.transpose(1, 2).flatten(0, 1)
 
@@ -186,7 +196,7 @@ class BlockPlan:
         for (queries, keys, causal, shift, window), blocks in by_shape.items():
             aligned = not causal or shift == keys - queries
             plain = window is None and not (causal and shift)
-            if varlen and aligned and not (plain and len(blocks) * queries * keys >= LONG_PAIRS):
+            if varlen and aligned and not (plain and _earns_dense(queries, keys, len(blocks))):
                 short.setdefault((causal, window), []).extend(blocks)
             else:
                 groups.append(DenseGroup.of(blocks, device))

@@ -1,0 +1,261 @@
+"""What cutting a row into a ring's blocks costs on a GPU: every rank's compute, replayed one after the other
+on one device.
+
+`python benchmarks/ring_blocks.py` takes one sequence of 128 K tokens and a packed row of 128 K, P = 4 and 8,
+and prints for the slowest rank `time of one undivided call / (P × time of the rank)`, forward and backward,
+for dense (cuDNN) blocks and for FlashAttention-2 varlen blocks, and how far the joined result is from the
+undivided call. Communication is not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seqbraid.layout import SequenceLayout
+from seqbraid.ops import blocks
+from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
+from seqbraid.sequence_parallel.context import StepContext
+from seqbraid.sequence_parallel.ring_plan import RingPlan
+
+
+class Times(NamedTuple):
+    """Milliseconds."""
+
+    forward: float
+    backward: float
+
+
+class Rank:
+    """One rank's blocks: its own rows, and the keys it would receive, taken from the row directly."""
+
+    def __init__(self, layout: SequenceLayout, rank: int, row: list[Tensor]) -> None:
+        self.layout, self.rank = layout, rank
+        self.q, self.k, self.v, self.dout = (layout.shard(x, rank) for x in row)
+        shared = layout.num_shared_tokens(rank)
+        plan = RingPlan.of(layout, rank)
+        # As the library does it: the shared tokens in a ring, the whole sequences behind them at home.
+        self.parts = [
+            (slice(0, shared), plan.local),
+            (slice(shared, None), StepContext(layout, rank).whole_plan(None).local),
+        ]
+        self.parts = [(rows, blocks_) for rows, blocks_ in self.parts if blocks_.blocks]
+        self.shared = slice(0, shared)
+        self.steps = [step for step in plan.steps if step.num_received]
+        self.received = [self._received(step.source, row) for step in self.steps]
+        self.scale = self.q.shape[-1] ** -0.5
+
+    def _received(self, source: int, row: list[Tensor]) -> tuple[Tensor, Tensor]:
+        (step,) = (s for s in RingPlan.of(self.layout, source).steps if s.target == self.rank)
+        k, v = (self.layout.shard(x, source) for x in row[1:3])
+        k, v = (torch.cat([x[start:stop] for start, stop in step.sent_rows]) for x in (k, v))
+        return k, v
+
+    def forward(self) -> None:
+        self.out, self.lse = [], []
+        for rows, plan in self.parts:
+            out, lse = block_attention(self.q[rows], self.k[rows], self.v[rows], plan, self.scale)
+            if rows == self.shared and self.steps:
+                wide = out.float()
+                for step, (k, v) in zip(self.steps, self.received, strict=True):
+                    merge_block_attention(wide, lse, self.q[rows], k, v, step.blocks, self.scale)
+                out = wide.to(out.dtype)
+            self.out.append(out)
+            self.lse.append(lse)
+
+    def backward(self) -> None:
+        self.gradients, self.sent = [], []
+        for (rows, plan), out, lse in zip(self.parts, self.out, self.lse, strict=True):
+            steps = self.steps if rows == self.shared else []
+            q, k, v, dout = (x[rows] for x in (self.q, self.k, self.v, self.dout))
+            dtype = torch.float32 if steps else q.dtype
+            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
+            block_attention_backward((dq, dk, dv), dout, q, k, v, out, lse, plan, self.scale)
+            for step, (k_, v_) in zip(steps, self.received, strict=True) if steps else ():
+                theirs = (torch.zeros_like(k_), torch.zeros_like(v_))
+                block_attention_backward((dq, *theirs), dout, q, k_, v_, out, lse, step.blocks, self.scale)
+                self.sent.append(theirs)
+            self.gradients.append([dq.to(q.dtype), dk, dv])
+
+    def joined(self, name: str) -> Tensor:
+        """This rank's rows of the out or a gradient, padding included."""
+        index = ("dq", "dk", "dv").index(name) if name != "out" else None
+        parts = self.out if index is None else [g[index].to(self.q.dtype) for g in self.gradients]
+        joined = torch.cat(parts)
+        return torch.nn.functional.pad(joined, (0, 0, 0, 0, 0, self.layout.num_local_tokens - len(joined)))
+
+
+def timed(function: Callable[[], None], repeats: int = 5) -> float:
+    """Median milliseconds after two warm-ups."""
+    for _ in range(2):
+        function()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return float(np.median(times))
+
+
+def time_rank(rank: Rank) -> Times:
+    """Forward and backward of all of a rank's blocks, merging included."""
+    return Times(timed(rank.forward), timed(rank.backward))
+
+
+def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
+    """Out and gradients of the row, the gradients of keys brought home."""
+    for rank in ranks:
+        for step, theirs in zip(rank.steps, rank.sent, strict=True):
+            owner = ranks[step.source].gradients[0]
+            (sent,) = (s for s in RingPlan.of(layout, step.source).steps if s.target == rank.rank)
+            for total, part in zip(owner[1:], theirs, strict=True):
+                begin = 0
+                for start, stop in sent.sent_rows:
+                    total[start:stop] += part[begin : begin + stop - start]
+                    begin += stop - start
+    return [layout.unshard([rank.joined(name) for rank in ranks]) for name in ("out", "dq", "dk", "dv")]
+
+
+@contextmanager
+def kernels(name: str) -> Iterator[None]:
+    """`chosen`: as the library chooses; `varlen`: FlashAttention-2 for every block; `dense`: cuDNN for every
+    block.
+    """
+    before = blocks.LONG_PAIRS, blocks.ROUND_PAIRS
+    never = 1 << 62
+    blocks.LONG_PAIRS, blocks.ROUND_PAIRS = {"chosen": before, "varlen": (never, never), "dense": (0, 0)}[
+        name
+    ]
+    try:
+        yield
+    finally:
+        blocks.LONG_PAIRS, blocks.ROUND_PAIRS = before
+
+
+def packed_lengths(tokens: int, seed: int = 0) -> list[int]:
+    """A heavy-tailed row: median 1 K, sigma 1.3, cap 32 K, filled to the last token."""
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := tokens - sum(lengths)) > 0:
+        lengths.append(min(left, int(np.clip(np.exp(rng.normal(np.log(1024), 1.3)), 1, 32768))))
+    return lengths
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.float() - b.float()).norm() / b.float().norm())
+
+
+def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
+    """All ranks of all rings for one row."""
+    torch.manual_seed(0)
+    shapes = [(args.heads, args.head_dim), (args.kv_heads, args.head_dim)]
+    shapes = [shapes[0], shapes[1], shapes[1], shapes[0]]
+    row = [torch.randn(sum(lengths), *s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    pairs = sum(n * (n + 1) / 2 for n in lengths)
+    flops = 4 * pairs * args.heads * args.head_dim
+    print(f"\n{name}: {len(lengths)} sequences, {sum(lengths)} tokens")
+    singles: dict[str, Times] = {}
+    undivided = None
+    for choice in ("chosen", "varlen", "dense"):
+        if choice == "dense" and len(lengths) > 1:
+            continue
+        with kernels(choice):
+            single = Rank(SequenceLayout(lengths), 0, row)
+            singles[choice] = time_rank(single)
+        t = singles[choice]
+        print(
+            f"  undivided, {choice:>6}: forward {t.forward:8.2f} ms ({flops / t.forward / 1e9:4.0f} "
+            "TFLOP/s), "
+            f"backward {t.backward:8.2f} ms ({2.5 * flops / t.backward / 1e9:4.0f} TFLOP/s)"
+        )
+        if choice == "chosen":
+            undivided = [single.joined(part) for part in ("out", "dq", "dk", "dv")]
+        del single
+    assert undivided is not None
+    for size in args.ranks:
+        for policy in ("zigzag", "balanced"):
+            layout = SequenceLayout(lengths, ring=size, policy=policy)
+            slowest: dict[str, Times] = {}
+            for choice in ("chosen", "varlen"):
+                with kernels(choice):
+                    ranks = [Rank(layout, rank, row) for rank in range(size)]
+                    times = [time_rank(rank) for rank in ranks]
+                slowest[choice] = Times(max(t.forward for t in times), max(t.backward for t in times))
+                if choice == "chosen":
+                    errors = [relative(a, b) for a, b in zip(join(layout, ranks), undivided, strict=True)]
+                del ranks
+            for choice, t in slowest.items():
+                s = singles[choice]
+                both = (s.forward + s.backward) / (size * (t.forward + t.backward))
+                print(
+                    f"  P={size} {policy:>8}, {choice:>6}: slowest rank {t.forward:7.2f} + "
+                    f"{t.backward:7.2f} ms; efficiency "
+                    f"forward {100 * s.forward / (size * t.forward):5.1f} %, backward "
+                    f"{100 * s.backward / (size * t.backward):5.1f} %, both {100 * both:5.1f} %"
+                )
+            ratio = sum(slowest["varlen"]) / sum(slowest["chosen"])
+            print(
+                f"      chosen blocks {ratio:.2f} × as fast as varlen; against the undivided call: "
+                + ", ".join(f"{n} {e:.1e}" for n, e in zip(("out", "dq", "dk", "dv"), errors, strict=True))
+            )
+
+
+def first_calls(args: argparse.Namespace) -> None:
+    """What a shape that was never seen costs in its first call, kernel by kernel."""
+    import time
+
+    for choice in ("dense", "varlen"):
+        with kernels(choice):
+            costs = []
+            for length in (4000, 4001, 4002, 4003, 4004, 4005):
+                shapes = [(args.heads, args.head_dim), (args.kv_heads, args.head_dim)]
+                shapes = [shapes[0], shapes[1], shapes[1], shapes[0]]
+                row = [torch.randn(length, *s, device="cuda", dtype=torch.bfloat16) for s in shapes]
+                rank = Rank(SequenceLayout([length]), 0, row)
+                found = []
+                for _ in range(2):
+                    torch.cuda.synchronize()
+                    start = time.perf_counter()
+                    rank.forward()
+                    rank.backward()
+                    torch.cuda.synchronize()
+                    found.append(1e3 * (time.perf_counter() - start))
+                costs.append(found)
+            print(
+                f"{choice}: first and second call of new lengths, ms:",
+                [f"{a:.1f} / {b:.1f}" for a, b in costs],
+            )
+
+
+def main() -> None:
+    """Print all cases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[4, 8])
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU")
+    print(
+        torch.cuda.get_device_name(),
+        torch.__version__,
+        f"{args.heads}/{args.kv_heads} heads of {args.head_dim}",
+    )
+    first_calls(args)
+    report("one sequence", [args.tokens], args)
+    report("packed row", packed_lengths(args.tokens), args)
+
+
+if __name__ == "__main__":
+    main()
