@@ -22,7 +22,7 @@ from seqbraid.layout import SequenceLayout
 from seqbraid.ops import blocks
 from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
 from seqbraid.sequence_parallel.context import StepContext
-from seqbraid.sequence_parallel.ring_plan import RingPlan
+from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
 
 
 class Times(NamedTuple):
@@ -30,6 +30,11 @@ class Times(NamedTuple):
 
     forward: float
     backward: float
+
+
+def _sent_to(layout: SequenceLayout, source: int, target: int) -> list[Message]:
+    rounds = RingPlan.of(layout, source).rounds
+    return [message for round_ in rounds for message in round_.sent if message.rank == target]
 
 
 class Rank:
@@ -47,15 +52,19 @@ class Rank:
         ]
         self.parts = [(rows, blocks_) for rows, blocks_ in self.parts if blocks_.blocks]
         self.shared = slice(0, shared)
-        self.steps = [step for step in plan.steps if step.num_received]
-        self.received = [self._received(step.source, row) for step in self.steps]
+        self.steps = [round_ for round_ in plan.rounds if round_.num_received]
+        self.received = [self._received(round_, row) for round_ in self.steps]
         self.scale = self.q.shape[-1] ** -0.5
 
-    def _received(self, source: int, row: list[Tensor]) -> tuple[Tensor, Tensor]:
-        (step,) = (s for s in RingPlan.of(self.layout, source).steps if s.target == self.rank)
-        k, v = (self.layout.shard(x, source) for x in row[1:3])
-        k, v = (torch.cat([x[start:stop] for start, stop in step.sent_rows]) for x in (k, v))
-        return k, v
+    def _received(self, round_: RingRound, row: list[Tensor]) -> tuple[Tensor, Tensor]:
+        parts = []
+        for message in round_.received:
+            (sent,) = _sent_to(self.layout, message.rank, self.rank)
+            k, v = (self.layout.shard(x, message.rank) for x in row[1:3])
+            parts.append([torch.cat([x[start:stop] for start, stop in sent.rows]) for x in (k, v)])
+        k, v = (torch.cat(part) for part in zip(*parts, strict=True))
+        order = round_.sorting
+        return (k, v) if order is None else (k[order.cuda()], v[order.cuda()])
 
     def forward(self) -> None:
         self.out, self.lse = [], []
@@ -74,12 +83,11 @@ class Rank:
         for (rows, plan), out, lse in zip(self.parts, self.out, self.lse, strict=True):
             steps = self.steps if rows == self.shared else []
             q, k, v, dout = (x[rows] for x in (self.q, self.k, self.v, self.dout))
-            dtype = torch.float32 if steps else q.dtype
-            dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-            block_attention_backward((dq, dk, dv), dout, q, k, v, out, lse, plan, self.scale)
+            dq, dk, dv = block_attention_backward(dout, q, k, v, out, lse, plan, self.scale)
+            if steps:
+                dq, dk, dv = dq.float(), dk.float(), dv.float()
             for step, (k_, v_) in zip(steps, self.received, strict=True) if steps else ():
-                theirs = (torch.zeros_like(k_), torch.zeros_like(v_))
-                block_attention_backward((dq, *theirs), dout, q, k_, v_, out, lse, step.blocks, self.scale)
+                _, *theirs = block_attention_backward(dout, q, k_, v_, out, lse, step.blocks, self.scale, dq)
                 self.sent.append(theirs)
             self.gradients.append([dq.to(q.dtype), dk, dv])
 
@@ -114,14 +122,18 @@ def time_rank(rank: Rank) -> Times:
 def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
     """Out and gradients of the row, the gradients of keys brought home."""
     for rank in ranks:
-        for step, theirs in zip(rank.steps, rank.sent, strict=True):
-            owner = ranks[step.source].gradients[0]
-            (sent,) = (s for s in RingPlan.of(layout, step.source).steps if s.target == rank.rank)
-            for total, part in zip(owner[1:], theirs, strict=True):
-                begin = 0
-                for start, stop in sent.sent_rows:
-                    total[start:stop] += part[begin : begin + stop - start]
+        for round_, theirs in zip(rank.steps, rank.sent, strict=True):
+            back = round_.unsorting
+            theirs = [x if back is None else x[back.cuda()] for x in theirs]
+            first = 0
+            for message in round_.received:
+                (sent,) = _sent_to(layout, message.rank, rank.rank)
+                begin = first
+                for start, stop in sent.rows:
+                    for total, part in zip(ranks[message.rank].gradients[0][1:], theirs, strict=True):
+                        total[start:stop] += part[begin : begin + stop - start]
                     begin += stop - start
+                first += message.num_rows
     return [layout.unshard([rank.joined(name) for rank in ranks]) for name in ("out", "dq", "dk", "dv")]
 
 

@@ -61,21 +61,22 @@ class Group:
         return parts
 
     def exchange(
-        self, send: Tensor | None, to: int, receive: Tensor | None, source: int, name: str
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], name: str
     ) -> Transfer:
-        """Start sending one tensor and receiving another (either may be absent); wait before using them."""
-        transfer = Transfer(receive)
+        """Start sending tensors to some ranks and receiving from others; wait before using either."""
+        transfer = Transfer()
         operations: list[dist.P2POp] = []
-        if send is not None:
-            self.sent[name] += send.numel() * send.element_size()
+        for rank, tensor in sends:
+            self.sent[name] += tensor.numel() * tensor.element_size()
             # Kept until the wait, so that the memory is not handed out while it is still being read.
-            transfer.sending = send.cpu() if self.through_host(send) else send
-            operations.append(dist.P2POp(dist.isend, transfer.sending, group=self.handle, group_peer=to))
-        if receive is not None:
-            if self.through_host(receive):
-                transfer.arriving = torch.empty_like(receive, device="cpu")
-            buffer = receive if transfer.arriving is None else transfer.arriving
-            operations.append(dist.P2POp(dist.irecv, buffer, group=self.handle, group_peer=source))
+            transfer.kept.append(tensor.cpu() if self.through_host(tensor) else tensor.contiguous())
+            operations.append(dist.P2POp(dist.isend, transfer.kept[-1], group=self.handle, group_peer=rank))
+        for rank, tensor in receives:
+            arriving = tensor
+            if self.through_host(tensor):
+                arriving = torch.empty_like(tensor, device="cpu")
+                transfer.arriving.append((tensor, arriving))
+            operations.append(dist.P2POp(dist.irecv, arriving, group=self.handle, group_peer=rank))
         if operations:
             transfer.works = dist.batch_isend_irecv(operations)
         return transfer
@@ -85,15 +86,13 @@ class Group:
 class Transfer:
     """An exchange in flight."""
 
-    received: Tensor | None
-    sending: Tensor | None = None
-    arriving: Tensor | None = None
+    kept: list[Tensor] = field(default_factory=list)
+    arriving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
 
-    def wait(self) -> Tensor | None:
-        """The received tensor, once it is there."""
+    def wait(self) -> None:
+        """Until everything has arrived."""
         for work in self.works:
             work.wait()
-        if self.arriving is not None and self.received is not None:
-            self.received.copy_(self.arriving)
-        return self.received
+        for tensor, arrived in self.arriving:
+            tensor.copy_(arrived)

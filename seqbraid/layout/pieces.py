@@ -73,7 +73,8 @@ def cut_balanced(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
     """
     plan: Balance = balance(lengths, ring, ulysses)
     shared: list[list[Piece]] = [[] for _ in range(ring)]
-    for sequence, widths in sorted(plan.shares.items()):
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    for sequence, widths in ((i, plan.shares[i]) for i in longest_first if i in plan.shares):
         # The two chunks of a ring rank mirror each other, so their mean position is the middle of the
         # sequence whatever their width: a rank's attention cost is proportional to its tokens.
         low, high = 0, lengths[sequence]
@@ -84,7 +85,10 @@ def cut_balanced(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
             shared[ring_rank].append(Piece(sequence, high - (width - left), high))
             low, high = low + left, high - (width - left)
     slices = tuple(tuple(plan.slices[r * ulysses : (r + 1) * ulysses]) for r in range(ring))
-    return Cut(tuple(lengths), tuple(map(tuple, shared)), slices, plan.whole)
+    # Long ones first on every rank: those that get a kernel call of their own lie apart from those that share
+    # one.
+    whole = tuple(tuple(i for i in longest_first if i in items) for items in map(set, plan.whole))
+    return Cut(tuple(lengths), tuple(map(tuple, shared)), slices, whole)
 
 
 def _all_shared(

@@ -18,13 +18,13 @@ def block_attention(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: BlockPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of every block; returns out `[T, H, D]` and its natural-log LSE `[H, T]`."""
-    out_THD = q_THD.new_zeros(*q_THD.shape[:-1], v_SGD.shape[-1])
     lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=wide_dtype(q_THD))
+    outs = []
     for group in plan.groups(q_THD, v_SGD):
         out, lse = group.forward(q_THD, k_SGD, v_SGD, scale)
-        out_THD[group.q_rows] = out
         lse_HT[:, group.q_rows] = lse
-    return out_THD, lse_HT
+        outs.append((group.q_rows, out))
+    return _placed(outs, q_THD[..., : v_SGD.shape[2]]), lse_HT
 
 
 def merge_block_attention(
@@ -38,12 +38,10 @@ def merge_block_attention(
 ) -> None:
     """Add blocks over further keys to an out and LSE, in place; both should be float32 or wider."""
     for group in plan.groups(q_THD, v_SGD):
-        part, part_lse = group.forward(q_THD, k_SGD, v_SGD, scale)
-        merge_rows(out_THD, lse_HT, group.q_rows, part, part_lse)
+        merge_rows(out_THD, lse_HT, group.q_rows, *group.forward(q_THD, k_SGD, v_SGD, scale))
 
 
 def block_attention_backward(
-    gradients: tuple[Tensor, Tensor, Tensor],
     dout_THD: Tensor,
     q_THD: Tensor,
     k_SGD: Tensor,
@@ -52,17 +50,55 @@ def block_attention_backward(
     lse_HT: Tensor,
     plan: BlockPlan,
     scale: float,
-) -> None:
-    """Add the gradients of q, k, v through these blocks to `gradients`, given the out and LSE of *all* keys.
+    dq_THD: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v through these blocks, given the out and LSE of *all* keys that a query row saw.
 
-    With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost.
+    With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost. Where a
+    `dq_THD` is given, the gradient of q is added to it in place.
     """
-    dq_THD, dk_SGD, dv_SGD = gradients
+    dqs, dks, dvs = [], [], []
     for group in plan.groups(q_THD, v_SGD):
         dq, dk, dv = group.backward(dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
-        _add_rows(dq_THD, group.q_rows, dq)
-        _add_rows(dk_SGD, group.k_rows, dk)
-        _add_rows(dv_SGD, group.k_rows, dv)
+        if dq_THD is None:
+            dqs.append((group.q_rows, dq))
+        else:
+            _add_rows(dq_THD, group.q_rows, dq)
+        dks.append((group.k_rows, dk))
+        dvs.append((group.k_rows, dv))
+    if dq_THD is None:
+        dq_THD = _placed(dqs, q_THD)
+    return dq_THD, _summed(dks, k_SGD, plan), _summed(dvs, v_SGD, plan)
+
+
+def _placed(parts: list[tuple[Rows, Tensor]], like: Tensor) -> Tensor:
+    """Parts of a tensor put to their rows, which no two of them share; rows of no part get 0."""
+    num_rows = len(like)
+    if len(parts) == 1 and _count(parts[0][0]) == num_rows:
+        rows, part = parts[0]
+        if isinstance(rows, slice):
+            return part
+    covered = sum(_count(rows) for rows, _ in parts) == num_rows
+    placed = like.new_empty(like.shape) if covered else like.new_zeros(like.shape)
+    for rows, part in parts:
+        placed[rows] = part
+    return placed
+
+
+def _summed(parts: list[tuple[Rows, Tensor]], like: Tensor, plan: BlockPlan) -> Tensor:
+    """Gradients of keys put to their rows; where blocks share keys (window tiles, several queries) they add
+    up.
+    """
+    if plan.keys_are_apart:
+        return _placed(parts, like)
+    total = torch.zeros_like(like)
+    for rows, part in parts:
+        _add_rows(total, rows, part)
+    return total
+
+
+def _count(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def add_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -179,6 +180,12 @@ class BlockPlan:
     _groups: dict[tuple[torch.device, bool], list[DenseGroup | VarlenGroup]] = field(
         default_factory=dict, compare=False, repr=False
     )
+
+    @cached_property
+    def keys_are_apart(self) -> bool:
+        """Whether no two blocks share a key."""
+        ranges = sorted((block.k_start, block.k_stop) for block in self.blocks)
+        return all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
 
     def groups(self, q_THD: Tensor, v_SGD: Tensor) -> list[DenseGroup | VarlenGroup]:
         """The kernel calls for these tensors."""

@@ -9,6 +9,7 @@ with a block's own statistics the gradient that flows through the merge would be
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..ops.attention import (
     merge_block_attention,
     sink_gradient,
 )
-from .ring_plan import RingPlan, RingStep
+from .ring_plan import Message, RingPlan, RingRound
 
 
 def ring_attention(
@@ -54,14 +55,12 @@ class _RingAttention(torch.autograd.Function):
         group: Group,
         scale: float,
     ) -> Tensor:
-        keys = _KeysUnderWay(k, v, plan, group, "ring")
+        keys = _Keys(k, v, plan, group, "ring")
         out, lse = block_attention(q, k, v, plan.local, scale)
-        if plan.steps:
+        if plan.rounds:
             out = out.to(lse.dtype)  # merged wide, rounded once
-        for step in plan.steps:
-            received = keys.next()
-            if received is not None:
-                merge_block_attention(out, lse, q, *received, step.blocks, scale)
+        for round_ in plan.rounds:
+            merge_block_attention(out, lse, q, *keys.next(), round_.blocks, scale)
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
         out = out.to(q.dtype)
@@ -73,82 +72,91 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink = ctx.saved_tensors
         plan, group, scale = ctx.plan, ctx.group, ctx.scale
-        keys = _KeysUnderWay(k, v, plan, group, "ring again")
-        dtype = lse.dtype if plan.steps else q.dtype  # summed wide, rounded once
-        dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q, k, v))
-        block_attention_backward((dq, dk, dv), dout, q, k, v, out, lse, plan.local, scale)
-        home = _GradientsUnderWay(dk, dv, k.dtype, group)
-        for step in plan.steps:
-            received = keys.next()
-            theirs = None
-            if received is not None:
-                theirs = (torch.zeros_like(received[0]), torch.zeros_like(received[1]))
-                block_attention_backward((dq, *theirs), dout, q, *received, out, lse, step.blocks, scale)
-            home.send(step, theirs)
-        home.take_in()
+        keys = _Keys(k, v, plan, group, "ring again")
+        gradients = block_attention_backward(dout, q, k, v, out, lse, plan.local, scale)
+        if plan.rounds:
+            dq, dk, dv = (x.to(lse.dtype) for x in gradients)  # summed wide, rounded once
+            home = _Gradients(dk, dv, k.dtype, group)
+            for round_ in plan.rounds:
+                _, *theirs = block_attention_backward(
+                    dout, q, *keys.next(), out, lse, round_.blocks, scale, dq
+                )
+                home.send(round_, *theirs)
+            home.take_in()
+            gradients = (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
         dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None, None
+        return *gradients, dsink, None, None, None
 
 
-class _KeysUnderWay:
-    """The keys and values of the other ranks, one step ahead of their use."""
+class _Keys:
+    """The keys and values of the other ranks, one round ahead of their use."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: RingPlan, group: Group, name: str) -> None:
         self.k, self.v, self.group, self.name = k, v, group, name
-        self.steps = iter(plan.steps)
+        self.rounds = iter(plan.rounds)
         self.under_way = self._start()
 
-    def next(self) -> tuple[Tensor, Tensor] | None:
-        """What this step received, if anything; the exchange of the step after it is started first."""
+    def next(self) -> tuple[Tensor, Tensor]:
+        """What this round received; the exchange of the round after it is started first."""
         assert self.under_way is not None
-        joined = self.under_way.wait()
+        round_, buffer, transfer = self.under_way
+        transfer.wait()
         self.under_way = self._start()
-        return None if joined is None else _parted(joined, self.k, self.v)
+        return _parted(_reordered(buffer, round_.sorting), self.k, self.v)
 
-    def _start(self) -> Transfer | None:
-        step = next(self.steps, None)
-        if step is None:
+    def _start(self) -> tuple[RingRound, Tensor, Transfer] | None:
+        round_ = next(self.rounds, None)
+        if round_ is None:
             return None
-        send = _joined(_rows(self.k, step), _rows(self.v, step)) if step.num_sent else None
-        receive = self.k.new_empty(step.num_received, _width(self.k, self.v)) if step.num_received else None
-        return self.group.exchange(send, step.target, receive, step.source, self.name)
+        sends = [(m.rank, _joined(_rows(self.k, m), _rows(self.v, m))) for m in round_.sent]
+        buffer = self.k.new_empty(round_.num_received, _width(self.k, self.v))
+        return round_, buffer, self.group.exchange(sends, _by_rank(buffer, round_.received), self.name)
 
 
-class _GradientsUnderWay:
+class _Gradients:
     """The gradients of other ranks' keys on their way home, and those of ours as they come in."""
 
     def __init__(self, dk: Tensor, dv: Tensor, dtype: torch.dtype, group: Group) -> None:
         self.dk, self.dv, self.dtype, self.group = dk, dv, dtype, group
-        self.under_way: tuple[RingStep, Transfer] | None = None
+        self.under_way: tuple[RingRound, Tensor, Transfer] | None = None
 
-    def send(self, step: RingStep, dkv: tuple[Tensor, Tensor] | None) -> None:
-        """Start sending a step's gradients to their owner; take in what came for us in the step before."""
-        send = None if dkv is None else _joined(*dkv)
-        width = _width(self.dk, self.dv)
-        receive = self.dk.new_empty(step.num_sent, width, dtype=self.dtype) if step.num_sent else None
-        transfer = self.group.exchange(send, step.source, receive, step.target, "ring gradient")
+    def send(self, round_: RingRound, dk: Tensor, dv: Tensor) -> None:
+        """Start sending a round's gradients to their owners; take in what came for us in the round before."""
+        sends = _by_rank(_reordered(_joined(dk, dv), round_.unsorting), round_.received)
+        expected = sum(message.num_rows for message in round_.sent)
+        buffer = self.dk.new_empty(expected, _width(self.dk, self.dv), dtype=self.dtype)
+        transfer = self.group.exchange(sends, _by_rank(buffer, round_.sent), "ring gradient")
         self.take_in()
-        self.under_way = (step, transfer)
+        self.under_way = (round_, buffer, transfer)
 
     def take_in(self) -> None:
         """Add what is under way to our gradients."""
         if self.under_way is None:
             return
-        step, transfer = self.under_way
-        received = transfer.wait()
+        round_, buffer, transfer = self.under_way
+        transfer.wait()
         self.under_way = None
-        if received is None:
-            return
-        for part, total in zip(_parted(received, self.dk, self.dv), (self.dk, self.dv), strict=True):
+        ranges = [rows for message in round_.sent for rows in message.rows]
+        for part, total in zip(_parted(buffer, self.dk, self.dv), (self.dk, self.dv), strict=True):
             begin = 0
-            for start, stop in step.sent_rows:
+            for start, stop in ranges:
                 total[start:stop] += part[begin : begin + stop - start]
                 begin += stop - start
 
 
-def _rows(x_TGD: Tensor, step: RingStep) -> Tensor:
-    parts = [x_TGD[start:stop] for start, stop in step.sent_rows]
+def _rows(x_TGD: Tensor, message: Message) -> Tensor:
+    parts = [x_TGD[start:stop] for start, stop in message.rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _by_rank(buffer: Tensor, messages: Sequence[Message]) -> list[tuple[int, Tensor]]:
+    """The part of a buffer that belongs to each message, in their order."""
+    parts = buffer.split([message.num_rows for message in messages]) if messages else ()
+    return [(message.rank, part) for message, part in zip(messages, parts, strict=True)]
+
+
+def _reordered(buffer: Tensor, order: Tensor | None) -> Tensor:
+    return buffer if order is None else buffer[order.to(buffer.device)]
 
 
 def _width(k: Tensor, v: Tensor) -> int:

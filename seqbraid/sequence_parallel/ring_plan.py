@@ -4,58 +4,80 @@ On each ring rank the real tokens of a sequence lie side by side and in order (a
 several places of the sequence. Two facts make the plan short:
 
 - On the rank itself, causal attention over a run is causal attention over the concatenation.
-- Of another rank's run, a query segment sees a prefix: the segments that end before it starts.
+- Of other ranks' keys, sorted by position, a query segment sees a prefix: the segments that end before it
+starts.
+
+Keys travel straight from the rank that has them to those that need them, distance by distance around the
+ring. Distances at which little is sent share a round, so that rows of many small cuts do not fall apart into
+tiny blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..layout import SequenceLayout
 from ..ops.blocks import Block, BlockPlan
 
 
 class Run(NamedTuple):
-    """The real tokens of a sequence on a ring rank: first local row, and the segments `(start, stop)` in
-    order.
-    """
+    """The real tokens of a sequence on a ring rank: first local row, and its segments `(start, stop)`."""
 
     offset: int
     segments: tuple[tuple[int, int], ...]
 
     @property
     def num_tokens(self) -> int:
-        return sum(stop - start for start, stop in self.segments)
+        return _count(self.segments)
 
-    def num_before(self, position: int) -> int:
-        """Tokens of the segments that end at or before a position."""
-        return sum(stop - start for start, stop in self.segments if stop <= position)
+    def before(self, position: int) -> tuple[tuple[int, int], ...]:
+        """The segments that end at or before a position."""
+        return tuple((start, stop) for start, stop in self.segments if stop <= position)
+
+
+class Message(NamedTuple):
+    """Rows of ours for another ring rank, as ranges; or, coming in, how many rows it sends us."""
+
+    rank: int
+    rows: tuple[tuple[int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        return _count(self.rows)
 
 
 @dataclass(frozen=True)
-class RingStep:
-    """One exchange: send rows of ours to `target`, receive `num_received` rows of `source`, compute the
-    blocks.
-    """
+class RingRound:
+    """Messages that are under way together, and our queries' blocks against the keys that came in."""
 
-    target: int
-    sent_rows: tuple[tuple[int, int], ...]
-    source: int
-    num_received: int
+    sent: tuple[Message, ...]
+    received: tuple[Message, ...]
+    sorting: Tensor | None
+    """Index that puts the received rows in the order of sequence and position; None where they arrive so."""
     blocks: BlockPlan
 
     @property
-    def num_sent(self) -> int:
-        return sum(stop - start for start, stop in self.sent_rows)
+    def num_received(self) -> int:
+        return sum(message.num_rows for message in self.received)
+
+    @cached_property
+    def unsorting(self) -> Tensor | None:
+        """The inverse of `sorting`."""
+        return None if self.sorting is None else self.sorting.argsort()
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """What a ring rank computes of its own rows, and its exchanges in order."""
+    """What a ring rank computes of its own rows, and its rounds in order."""
 
     local: BlockPlan
-    steps: tuple[RingStep, ...] = ()
+    rounds: tuple[RingRound, ...] = ()
 
     @staticmethod
     def of(layout: SequenceLayout, ring_rank: int, window: int | None = None) -> RingPlan:
@@ -65,20 +87,8 @@ class RingPlan:
         if window is not None:
             _refuse_window(layout, runs, window)
         local = BlockPlan.causal([(run.offset, run.num_tokens) for run in mine.values()], window)
-        steps = []
-        for distance in range(1, layout.ring):
-            target, source = (ring_rank + distance) % layout.ring, (ring_rank - distance) % layout.ring
-            sent = [(mine[s].offset, mine[s].offset + n) for s, n in _needed(mine, runs[target]).items()]
-            received = _needed(runs[source], mine)
-            blocks: list[Block] = []
-            base = 0
-            for sequence, count in received.items():
-                blocks += _blocks(mine[sequence], runs[source][sequence], base)
-                base += count
-            # A step with nothing to send or receive stays: it costs nothing, and keeps the order of messages
-            # the same on all ranks.
-            steps.append(RingStep(target, tuple(sent), source, base, BlockPlan(tuple(blocks))))
-        return RingPlan(local, tuple(steps))
+        rounds = [_round(runs, ring_rank, distances) for distances in _rounds(layout, runs)]
+        return RingPlan(local, tuple(rounds))
 
 
 def _runs(layout: SequenceLayout, ring_rank: int) -> dict[int, Run]:
@@ -94,29 +104,83 @@ def _runs(layout: SequenceLayout, ring_rank: int) -> dict[int, Run]:
     return runs
 
 
-def _needed(source: dict[int, Run], target: dict[int, Run]) -> dict[int, int]:
-    """Per sequence of the source, how many of its first rows some query of the target sees."""
-    needed = {}
-    for sequence, run in source.items():
-        if sequence in target:
-            count = run.num_before(target[sequence].segments[-1][0])
-            if count:
-                needed[sequence] = count
-    return needed
+def _needed(source: dict[int, Run], target: dict[int, Run]) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Per sequence of the source, the segments that some query of the target sees: the first ones."""
+    shared = ((s, run.before(target[s].segments[-1][0])) for s, run in source.items() if s in target)
+    return {sequence: segments for sequence, segments in shared if segments}
 
 
-def _blocks(queries: Run, keys: Run, base: int) -> list[Block]:
+def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]]) -> list[list[int]]:
+    """The distances 1, 2, … around the ring, joined while no rank receives more rows than it has tokens
+    itself.
+
+    It is the same on every rank, and no distance is left out, so that messages meet in the same order
+    everywhere.
+    """
+    budget = layout.num_local_tokens * layout.ulysses
+    rounds: list[list[int]] = []
+    load = [0] * layout.ring
+    for distance in range(1, layout.ring):
+        comes = [
+            sum(_count(s) for s in _needed(runs[(rank - distance) % layout.ring], runs[rank]).values())
+            for rank in range(layout.ring)
+        ]
+        if rounds and all(a + b <= budget for a, b in zip(load, comes, strict=True)):
+            rounds[-1].append(distance)
+            load = [a + b for a, b in zip(load, comes, strict=True)]
+        else:
+            rounds.append([distance])
+            load = comes
+    return rounds
+
+
+def _round(runs: list[dict[int, Run]], ring_rank: int, distances: list[int]) -> RingRound:
+    size, mine = len(runs), runs[ring_rank]
+    sent, received, arrived = [], [], []
+    for distance in distances:
+        target, source = (ring_rank + distance) % size, (ring_rank - distance) % size
+        going = _needed(mine, runs[target])
+        if going:
+            starts = {s: mine[s].offset for s in going}
+            sent.append(Message(target, tuple((starts[s], starts[s] + _count(n)) for s, n in going.items())))
+        coming = _needed(runs[source], mine)
+        if coming:
+            received.append(Message(source, ((0, sum(map(_count, coming.values()))),)))
+            arrived += [(s, *segment) for s, segments in coming.items() for segment in segments]
+    blocks: list[Block] = []
+    base = 0
+    for sequence in sorted({s for s, _, _ in arrived}):
+        keys = sorted((start, stop) for s, start, stop in arrived if s == sequence)
+        blocks += _blocks(mine[sequence], Run(base, tuple(keys)))
+        base += _count(keys)
+    return RingRound(tuple(sent), tuple(received), _sorting(arrived), BlockPlan(tuple(blocks)))
+
+
+def _sorting(arrived: list[tuple[int, int, int]]) -> Tensor | None:
+    """The rows of segments `(sequence, start, stop)` in the order of sequence and position."""
+    if arrived == sorted(arrived):
+        return None
+    rows = torch.arange(sum(stop - start for _, start, stop in arrived))
+    parts = rows.split([stop - start for _, start, stop in arrived])
+    return torch.cat([parts[i] for i in sorted(range(len(arrived)), key=lambda i: arrived[i])])
+
+
+def _blocks(queries: Run, keys: Run) -> list[Block]:
     """Our segments of a sequence against the prefixes they see, neighbours that see the same one joined."""
     blocks: list[Block] = []
     row = queries.offset
     for start, stop in queries.segments:
-        end, seen = row + stop - start, base + keys.num_before(start)
+        end, seen = row + stop - start, keys.offset + _count(keys.before(start))
         if blocks and blocks[-1].q_stop == row and blocks[-1].k_stop == seen:
             blocks[-1] = blocks[-1]._replace(q_stop=end)
-        elif seen > base:
-            blocks.append(Block(row, end, base, seen, causal=False))
+        elif seen > keys.offset:
+            blocks.append(Block(row, end, keys.offset, seen, causal=False))
         row = end
     return blocks
+
+
+def _count(ranges: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in ranges)
 
 
 def _refuse_window(layout: SequenceLayout, runs: list[dict[int, Run]], window: int) -> None:
@@ -126,7 +190,8 @@ def _refuse_window(layout: SequenceLayout, runs: list[dict[int, Run]], window: i
         if len(ranks) > 1 and length > window:
             raise ValueError(
                 f"sequence {sequence} of {length} tokens is cut over {len(ranks)} ring ranks, but the model "
-                "has layers "
-                f"with a sliding window of {window}; use ulysses instead of ring, or samples of at most "
+                "has "
+                f"layers with a sliding window of {window}; use ulysses instead of ring, or samples of at "
+                "most "
                 f"{window} tokens"
             )

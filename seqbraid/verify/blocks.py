@@ -54,10 +54,8 @@ def check_blocks(seed: int = 0) -> Parity:
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plans: list[BlockPlan]
 ) -> list[Tensor]:
-    gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    for plan in plans:
-        attention.block_attention_backward(gradients, dout, q, k, v, out, lse, plan, 0.3)
-    return list(gradients)
+    parts = [attention.block_attention_backward(dout, q, k, v, out, lse, plan, 0.3) for plan in plans]
+    return [a + b for a, b in zip(*parts, strict=True)]
 
 
 def _autograd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: list[int]) -> tuple[Tensor, ...]:

@@ -91,9 +91,9 @@ def _lse_gradient_dropped() -> AbstractContextManager[Any]:
     right = attention_ops.block_attention_backward
 
     def wrong(
-        gradients: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float
-    ) -> None:
-        right(gradients, dout, q, k, v, *attention_ops.block_attention(q, k, v, plan, scale), plan, scale)
+        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float, *dq: Any
+    ) -> Any:
+        return right(dout, q, k, v, *attention_ops.block_attention(q, k, v, plan, scale), plan, scale, *dq)
 
     return patch.object(attention_ops, "block_attention_backward", wrong)
 

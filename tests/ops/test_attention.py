@@ -95,10 +95,9 @@ def test_blocks_merge_through_lse_and_backward_takes_the_global_ones() -> None:
         assert relative(out[64:], whole[64:]) < 1e-13
         assert relative(lse[:, 64:], whole_lse[:, 64:]) < 1e-13
         dout = torch.randn_like(out)
-        expected, got = ((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)) for _ in range(2))
-        block_attention_backward(expected, dout, q, k, v, whole, whole_lse, full, 0.3)
-        for plan in (first, second):
-            block_attention_backward(got, dout, q, k, v, out, lse, plan, 0.3)
+        expected = block_attention_backward(dout, q, k, v, whole, whole_lse, full, 0.3)
+        parts = [block_attention_backward(dout, q, k, v, out, lse, plan, 0.3) for plan in (first, second)]
+        got = [a + b for a, b in zip(*parts, strict=True)]
         for name, total, wanted in zip("qkv", got, expected, strict=True):
             assert wanted.norm() > 1 and relative(total, wanted) < 1e-12, name
 
