@@ -2,9 +2,9 @@
 on one device.
 
 `python benchmarks/ring_blocks.py` takes one sequence of 128 K tokens and a packed row of 128 K, P = 4 and 8,
-and prints for the slowest rank `time of one undivided call / (P × time of the rank)`, forward and backward,
-for dense (cuDNN) blocks and for FlashAttention-2 varlen blocks, and how far the joined result is from the
-undivided call. Communication is not in it.
+and prints for the slowest rank `GPU time of one undivided call / (P × time of the rank)`, forward and
+backward, for dense (cuDNN) blocks and for FlashAttention-2 varlen blocks, and how far the joined result is
+from the undivided call. Communication is not in it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,8 @@ class Rank:
     def __init__(self, layout: SequenceLayout, rank: int, row: list[Tensor]) -> None:
         self.layout, self.rank = layout, rank
         self.q, self.k, self.v, self.dout = (layout.shard(x, rank) for x in row)
-        shared = layout.num_shared_tokens(rank)
-        plan = RingPlan.of(layout, rank)
-        # As the library does it: the shared tokens in a ring, the whole sequences behind them at home.
-        self.parts = [
-            (slice(0, shared), plan.local),
-            (slice(shared, None), StepContext(layout, rank).whole_plan(None).local),
-        ]
-        self.parts = [(rows, blocks_) for rows, blocks_ in self.parts if blocks_.blocks]
-        self.shared = slice(0, shared)
+        plan = StepContext(layout, rank).ring_plan(None, shared=True, whole=True)
+        self.local, self.shared = plan.local, slice(plan.num_shared)
         self.steps = [round_ for round_ in plan.rounds if round_.num_received]
         self.received = [self._received(round_, row) for round_ in self.steps]
         self.scale = self.q.shape[-1] ** -0.5
@@ -67,50 +60,54 @@ class Rank:
         return (k, v) if order is None else (k[order.cuda()], v[order.cuda()])
 
     def forward(self) -> None:
-        self.out, self.lse = [], []
-        for rows, plan in self.parts:
-            out, lse = block_attention(self.q[rows], self.k[rows], self.v[rows], plan, self.scale)
-            if rows == self.shared and self.steps:
-                wide = out.float()
-                for step, (k, v) in zip(self.steps, self.received, strict=True):
-                    merge_block_attention(wide, lse, self.q[rows], k, v, step.blocks, self.scale)
-                out = wide.to(out.dtype)
-            self.out.append(out)
-            self.lse.append(lse)
+        self.out, self.lse = block_attention(self.q, self.k, self.v, self.local, self.scale)
+        if self.steps:
+            shared = self.shared
+            wide, lse = self.out[shared].float(), self.lse[:, shared].contiguous()
+            for step, (k, v) in zip(self.steps, self.received, strict=True):
+                merge_block_attention(wide, lse, self.q[shared], k, v, step.blocks, self.scale)
+            self.out[shared], self.lse[:, shared] = wide, lse
 
     def backward(self) -> None:
-        self.gradients, self.sent = [], []
-        for (rows, plan), out, lse in zip(self.parts, self.out, self.lse, strict=True):
-            steps = self.steps if rows == self.shared else []
-            q, k, v, dout = (x[rows] for x in (self.q, self.k, self.v, self.dout))
-            dq, dk, dv = block_attention_backward(dout, q, k, v, out, lse, plan, self.scale)
-            if steps:
-                dq, dk, dv = dq.float(), dk.float(), dv.float()
-            for step, (k_, v_) in zip(steps, self.received, strict=True) if steps else ():
-                _, *theirs = block_attention_backward(dout, q, k_, v_, out, lse, step.blocks, self.scale, dq)
+        arguments = (self.dout, self.q, self.k, self.v, self.out, self.lse, self.local, self.scale)
+        self.dq, self.dk, self.dv = block_attention_backward(*arguments)
+        self.sent = []
+        if self.steps:
+            shared = self.shared
+            dq = self.dq[shared].float()
+            self.shared_dkv = [self.dk[shared].float(), self.dv[shared].float()]
+            queries = (self.dout[shared], self.q[shared])
+            results = (self.out[shared], self.lse[:, shared].contiguous())
+            for step, (k, v) in zip(self.steps, self.received, strict=True):
+                _, *theirs = block_attention_backward(*queries, k, v, *results, step.blocks, self.scale, dq)
                 self.sent.append(theirs)
-            self.gradients.append([dq.to(q.dtype), dk, dv])
-
-    def joined(self, name: str) -> Tensor:
-        """This rank's rows of the out or a gradient, padding included."""
-        index = ("dq", "dk", "dv").index(name) if name != "out" else None
-        parts = self.out if index is None else [g[index].to(self.q.dtype) for g in self.gradients]
-        joined = torch.cat(parts)
-        return torch.nn.functional.pad(joined, (0, 0, 0, 0, 0, self.layout.num_local_tokens - len(joined)))
+            self.dq[shared] = dq
 
 
 def timed(function: Callable[[], None], repeats: int = 5) -> float:
-    """Median milliseconds after two warm-ups."""
-    for _ in range(2):
+    """Median milliseconds of GPU time: recorded once and replayed, so that launches from Python are not in
+    it.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         function()
+    graph.replay()
     times = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        function()
+        graph.replay()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop))
+    graph.reset()
+    function()  # what the recording left behind is gone with it
     return float(np.median(times))
 
 
@@ -130,11 +127,14 @@ def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
                 (sent,) = _sent_to(layout, message.rank, rank.rank)
                 begin = first
                 for start, stop in sent.rows:
-                    for total, part in zip(ranks[message.rank].gradients[0][1:], theirs, strict=True):
+                    for total, part in zip(ranks[message.rank].shared_dkv, theirs, strict=True):
                         total[start:stop] += part[begin : begin + stop - start]
                     begin += stop - start
                 first += message.num_rows
-    return [layout.unshard([rank.joined(name) for rank in ranks]) for name in ("out", "dq", "dk", "dv")]
+    for rank in ranks:
+        if rank.steps:
+            rank.dk[rank.shared], rank.dv[rank.shared] = rank.shared_dkv
+    return [layout.unshard([getattr(rank, name) for rank in ranks]) for name in ("out", "dq", "dk", "dv")]
 
 
 @contextmanager
@@ -142,15 +142,13 @@ def kernels(name: str) -> Iterator[None]:
     """`chosen`: as the library chooses; `varlen`: FlashAttention-2 for every block; `dense`: cuDNN for every
     block.
     """
-    before = blocks.LONG_PAIRS, blocks.ROUND_PAIRS
+    before = blocks.ANY_PAIRS, blocks.ROUND_PAIRS
     never = 1 << 62
-    blocks.LONG_PAIRS, blocks.ROUND_PAIRS = {"chosen": before, "varlen": (never, never), "dense": (0, 0)}[
-        name
-    ]
+    blocks.ANY_PAIRS, blocks.ROUND_PAIRS = {"chosen": before, "varlen": (never, never), "dense": (0, 0)}[name]
     try:
         yield
     finally:
-        blocks.LONG_PAIRS, blocks.ROUND_PAIRS = before
+        blocks.ANY_PAIRS, blocks.ROUND_PAIRS = before
 
 
 def packed_lengths(tokens: int, seed: int = 0) -> list[int]:
@@ -190,7 +188,7 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
             f"backward {t.backward:8.2f} ms ({2.5 * flops / t.backward / 1e9:4.0f} TFLOP/s)"
         )
         if choice == "chosen":
-            undivided = [single.joined(part) for part in ("out", "dq", "dk", "dv")]
+            undivided = join(single.layout, [single])
         del single
     assert undivided is not None
     for size in args.ranks:
@@ -256,6 +254,9 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[4, 8])
+    parser.add_argument(
+        "--rows", default="first,one,packed", help="which of first (calls), one and packed to run"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
@@ -264,9 +265,12 @@ def main() -> None:
         torch.__version__,
         f"{args.heads}/{args.kv_heads} heads of {args.head_dim}",
     )
-    first_calls(args)
-    report("one sequence", [args.tokens], args)
-    report("packed row", packed_lengths(args.tokens), args)
+    if "first" in args.rows:
+        first_calls(args)
+    if "one" in args.rows:
+        report("one sequence", [args.tokens], args)
+    if "packed" in args.rows:
+        report("packed row", packed_lengths(args.tokens), args)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .attention_kernels import (
@@ -30,15 +31,15 @@ from .attention_kernels import (
 )
 from .merge import Rows
 
-LONG_PAIRS = 2**26
-"""On a GPU, blocks of one shape with at least this many query-key pairs get a dense call of their own; the
-others share one varlen call. cuDNN is faster but prepares every new shape for about 130 ms
-(`benchmarks/ring_blocks.py`), which smaller blocks would not earn back in the layers of one step."""
+ROUND = 512
+"""On a GPU, dense calls have sides that are multiples of this: cuDNN prepares every new shape for about 130
+ms (`benchmarks/ring_blocks.py`), and round shapes recur. A causal block is filled up, since its queries do
+not see what comes after them; the sides of others are as they are."""
 
-ROUND_PAIRS, ROUND = 2**22, 512
-"""Smaller blocks get a dense call if both their sides are multiples of ROUND: there are few such shapes, and
-they recur.
-"""
+ROUND_PAIRS, ANY_PAIRS = 2**22, 2**26
+"""Blocks of one shape with at least this many query-key pairs get a dense call of their own, if round or of
+any shape; the others share one varlen call. Below ANY_PAIRS the layers of one step do not earn back what a
+new shape costs."""
 
 
 class Block(NamedTuple):
@@ -69,9 +70,11 @@ class DenseGroup(NamedTuple):
     k_rows: Rows
     causal: bool
     mask: Tensor | None
+    fill: int = 0
+    """Rows of zeros behind each block, which make its shape round."""
 
     @staticmethod
-    def of(blocks: Sequence[Block], device: torch.device) -> DenseGroup:
+    def of(blocks: Sequence[Block], device: torch.device, fill: int = 0) -> DenseGroup:
         queries, keys, causal, shift, window = blocks[0].shape
         mask = None
         if window is not None or (causal and shift):
@@ -86,6 +89,7 @@ class DenseGroup(NamedTuple):
             _rows([(block.k_start, block.k_stop) for block in blocks], device),
             causal and mask is None,
             mask,
+            fill,
         )
 
     def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -93,7 +97,7 @@ class DenseGroup(NamedTuple):
         q = self._stack(q_THD, self.q_rows)
         k, v = self._stack(k_SGD, self.k_rows), self._stack(v_SGD, self.k_rows)
         out, lse = dense_forward(q, k, v, DenseShape(self.causal, self.mask, scale))
-        return _unstack(out), lse.transpose(0, 1).flatten(1)
+        return self._unstack(out), lse[..., : lse.shape[-1] - self.fill].transpose(0, 1).flatten(1)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
@@ -101,14 +105,18 @@ class DenseGroup(NamedTuple):
         """Gradients of the group's query, key and value rows."""
         dout, q, out = (self._stack(x, self.q_rows) for x in (dout, q, out))
         k, v = self._stack(k, self.k_rows), self._stack(v, self.k_rows)
-        lse = lse_HT[:, self.q_rows].unflatten(1, (self.num_blocks, -1)).transpose(0, 1).contiguous()
+        lse = lse_HT[:, self.q_rows].unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
+        lse = F.pad(lse, (0, self.fill)).contiguous()
         dq, dk, dv = dense_backward(dout, q, k, v, out, lse, DenseShape(self.causal, self.mask, scale))
-        return _unstack(dq), _unstack(dk), _unstack(dv)
+        return self._unstack(dq), self._unstack(dk), self._unstack(dv)
 
     def _stack(self, x_THD: Tensor, rows: Rows) -> Tensor:
         """`[T, H, D]` to `[B, H, rows, D]`."""
         stacked: Tensor = x_THD[rows].unflatten(0, (self.num_blocks, -1))
-        return stacked.transpose(1, 2)
+        return (F.pad(stacked, (0, 0, 0, 0, 0, self.fill)) if self.fill else stacked).transpose(1, 2)
+
+    def _unstack(self, x_BHSD: Tensor) -> Tensor:
+        return x_BHSD[:, :, : x_BHSD.shape[2] - self.fill].transpose(1, 2).flatten(0, 1)
 
 
 class VarlenGroup(NamedTuple):
@@ -162,16 +170,6 @@ def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
 
 
-def _earns_dense(queries: int, keys: int, count: int) -> bool:
-    """Decided by the shape alone: a choice that remembered shapes would change bits after a restart."""
-    pairs = queries * keys * count
-    return pairs >= LONG_PAIRS or (pairs >= ROUND_PAIRS and queries % ROUND == 0 and keys % ROUND == 0)
-
-
-def _unstack(x_BHSD: Tensor) -> Tensor:
-    return x_BHSD.transpose(1, 2).flatten(0, 1)
-
-
 @dataclass(frozen=True)
 class BlockPlan:
     """All blocks of one call; the layers of a step share one plan, and its rows are made once per device."""
@@ -198,15 +196,26 @@ class BlockPlan:
         by_shape: dict[tuple[int, int, bool, int, int | None], list[Block]] = {}
         for block in self.blocks:
             by_shape.setdefault(block.shape, []).append(block)
+        if not varlen:
+            return [DenseGroup.of(blocks, device) for blocks in by_shape.values()]
+        # Decided by the shape alone: a choice that remembered shapes would change bits after a restart.
         groups: list[DenseGroup | VarlenGroup] = []
         short: dict[tuple[bool, int | None], list[Block]] = {}
         for (queries, keys, causal, shift, window), blocks in by_shape.items():
-            aligned = not causal or shift == keys - queries
-            plain = window is None and not (causal and shift)
-            if varlen and aligned and not (plain and _earns_dense(queries, keys, len(blocks))):
+            assert not causal or shift == keys - queries, (
+                "the varlen kernel aligns causal blocks at their ends"
+            )
+            is_round = queries % ROUND == 0 and keys % ROUND == 0
+            if window is not None or shift:
                 short.setdefault((causal, window), []).extend(blocks)
-            else:
+            elif is_round and len(blocks) * queries * keys >= ROUND_PAIRS:
                 groups.append(DenseGroup.of(blocks, device))
+            elif causal and queries * keys >= ROUND_PAIRS:
+                groups += [DenseGroup.of([block], device, fill=-queries % ROUND) for block in blocks]
+            elif queries * keys >= ANY_PAIRS:
+                groups += [DenseGroup.of([block], device) for block in blocks]
+            else:
+                short.setdefault((causal, window), []).extend(blocks)
         groups += [VarlenGroup.of(sorted(blocks), device) for blocks in short.values()]
         return groups
 

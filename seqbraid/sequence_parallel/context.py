@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from ..comm.group import Group
 from ..layout import SequenceLayout
@@ -25,7 +26,9 @@ class StepContext:
     ulysses: Group = field(default_factory=Group)
     mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""
-    _plans: dict[tuple[str, int | None], RingPlan] = field(default_factory=dict, compare=False, repr=False)
+    _plans: dict[tuple[int | None, bool, bool], RingPlan] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def num_local_tokens(self) -> int:
@@ -38,24 +41,20 @@ class StepContext:
         first = self.rank // self.layout.ulysses * self.layout.ulysses
         return [self.layout.num_shared_tokens(first + i) for i in range(self.layout.ulysses)]
 
-    def shared_plan(self, window: int | None) -> RingPlan:
-        """The blocks and exchanges of the tokens that this rank's Ulysses group shares."""
-        key = ("shared", window)
+    def ring_plan(self, window: int | None, shared: bool, whole: bool) -> RingPlan:
+        """Blocks and exchanges of this rank's shared tokens, of whole sequences behind them, or of both."""
+        key = (window, shared, whole)
         if key not in self._plans:
-            self._plans[key] = RingPlan.of(self.layout, self.rank // self.layout.ulysses, window)
-        return self._plans[key]
-
-    def whole_plan(self, window: int | None) -> RingPlan:
-        """The blocks of the sequences that live whole on this rank, counted from the end of the shared
-        tokens.
-        """
-        key = ("whole", window)
-        if key not in self._plans:
-            offset, segments = 0, []
-            for sequence in self.layout.whole_sequences(self.rank):
-                segments.append((offset, self.layout.lengths[sequence]))
-                offset += self.layout.lengths[sequence]
-            self._plans[key] = RingPlan(BlockPlan.causal(segments, window))
+            sequences = self.layout.whole_sequences(self.rank) if whole else ()
+            if shared:
+                ring_rank = self.rank // self.layout.ulysses
+                self._plans[key] = RingPlan.of(self.layout, ring_rank, window, sequences)
+            else:
+                lengths = [self.layout.lengths[i] for i in sequences]
+                starts = accumulate(lengths, initial=0)
+                self._plans[key] = RingPlan(
+                    BlockPlan.causal(list(zip(starts, lengths, strict=False)), window)
+                )
         return self._plans[key]
 
     @property

@@ -58,12 +58,13 @@ class _RingAttention(torch.autograd.Function):
         keys = _Keys(k, v, plan, group, "ring")
         out, lse = block_attention(q, k, v, plan.local, scale)
         if plan.rounds:
-            out = out.to(lse.dtype)  # merged wide, rounded once
-        for round_ in plan.rounds:
-            merge_block_attention(out, lse, q, *keys.next(), round_.blocks, scale)
+            shared = slice(plan.num_shared)
+            wide, wide_lse = out[shared].to(lse.dtype), lse[:, shared].contiguous()
+            for round_ in plan.rounds:
+                merge_block_attention(wide, wide_lse, q[shared], *keys.next(), round_.blocks, scale)
+            out[shared], lse[:, shared] = wide, wide_lse  # merged wide, rounded once
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
-        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sink)
         ctx.plan, ctx.group, ctx.scale = plan, group, scale
         return out

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -78,17 +79,31 @@ class RingPlan:
 
     local: BlockPlan
     rounds: tuple[RingRound, ...] = ()
+    num_shared: int = 0
+    """Rows, from the first on, that take part in rounds; sequences that live whole on the rank follow them.
+    """
 
     @staticmethod
-    def of(layout: SequenceLayout, ring_rank: int, window: int | None = None) -> RingPlan:
-        """The plan of a ring rank for the tokens that its Ulysses group shares."""
+    def of(
+        layout: SequenceLayout, ring_rank: int, window: int | None = None, whole: Sequence[int] = ()
+    ) -> RingPlan:
+        """The plan of a ring rank for the tokens that its Ulysses group shares, and whole sequences behind
+        them.
+        """
         runs = [_runs(layout, rank) for rank in range(layout.ring)]
         mine = runs[ring_rank]
         if window is not None:
             _refuse_window(layout, runs, window)
-        local = BlockPlan.causal([(run.offset, run.num_tokens) for run in mine.values()], window)
+        num_shared = sum(
+            layout.num_shared_tokens(ring_rank * layout.ulysses + u) for u in range(layout.ulysses)
+        )
+        starts = accumulate((layout.lengths[i] for i in whole), initial=num_shared)
+        local = [(run.offset, run.num_tokens) for run in mine.values()]
+        local += [(start, layout.lengths[i]) for i, start in zip(whole, starts, strict=False)]
         rounds = [_round(runs, ring_rank, distances) for distances in _rounds(layout, runs)]
-        return RingPlan(local, tuple(rounds))
+        if not any(round_.sent or round_.received for round_ in rounds):
+            rounds = []  # nobody has anything for this rank: no order to keep, no merging to prepare
+        return RingPlan(BlockPlan.causal(local, window), tuple(rounds), num_shared)
 
 
 def _runs(layout: SequenceLayout, ring_rank: int) -> dict[int, Run]:

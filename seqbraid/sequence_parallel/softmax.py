@@ -1,17 +1,15 @@
-"""Softmax attention over the ranks that share a row: Ulysses inside, the ring outside, whole sequences at home."""
+"""Softmax attention over the ranks that share a row: Ulysses inside, the ring outside, whole sequences at
+home.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..comm.group import Group
 from .context import StepContext
 from .ring import ring_attention
 from .ulysses import HeadPlan, heads_for_tokens, tokens_for_heads
-
-ALONE = Group()
-"""The group of a rank that talks to nobody."""
 
 
 def softmax_attention(
@@ -24,6 +22,10 @@ def softmax_attention(
     sink_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each sequence of the row, for this rank's tokens; padding gets 0."""
+    if context.ulysses.size == 1:
+        plan = context.ring_plan(window, shared=True, whole=True)
+        return ring_attention(q_THD, k_TGD, v_TGD, plan, context.ring, scale, sink_H)
+    # Shared tokens change hands; sequences that live whole on this rank stay, with all their heads.
     shared = context.layout.num_shared_tokens(context.rank)
     parts = []
     if sum(context.group_tokens):
@@ -32,9 +34,11 @@ def softmax_attention(
             q_THD[:shared], k_TGD[:shared], v_TGD[:shared], context.group_tokens, heads, context.ulysses
         )
         sink = None if sink_H is None else sink_H[heads.query_heads(context.ulysses.rank)]
-        out = ring_attention(q, k, v, context.shared_plan(window), context.ring, scale, sink)
+        plan = context.ring_plan(window, shared=True, whole=False)
+        out = ring_attention(q, k, v, plan, context.ring, scale, sink)
         parts.append(tokens_for_heads(out, context.group_tokens, context.ulysses))
     if shared < len(q_THD):
+        plan = context.ring_plan(window, shared=False, whole=True)
         q, k, v = q_THD[shared:], k_TGD[shared:], v_TGD[shared:]
-        parts.append(ring_attention(q, k, v, context.whole_plan(window), ALONE, scale, sink_H))
+        parts.append(ring_attention(q, k, v, plan, context.ring, scale, sink_H))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

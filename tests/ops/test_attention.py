@@ -15,7 +15,7 @@ from seqbraid.ops.attention_kernels import (
     dense_backward,
     dense_forward,
 )
-from seqbraid.ops.blocks import Block, BlockPlan
+from seqbraid.ops.blocks import Block, BlockPlan, DenseGroup
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
 
@@ -134,3 +134,17 @@ def test_plain_maths_is_the_kernel(causal: bool) -> None:
     backward = dense_backward(dout, q, k, v, out, lse, shape)
     plain_backward = _math_backward(dout, q, k, v, out, lse, shape)
     assert max(relative(a, b) for a, b in zip(plain_backward, backward, strict=True)) < 1e-12
+
+
+def test_a_filled_causal_block_is_the_block() -> None:
+    """Rows of zeros behind a causal block, there to make its shape round, change nothing."""
+    q, k, v = (x.detach() for x in row(70, 4, 2, 8))
+    dout = torch.randn_like(q)
+    block, cpu = Block(3, 66, 3, 66, causal=True), torch.device("cpu")
+    plain_group, filled = DenseGroup.of([block], cpu), DenseGroup.of([block], cpu, fill=33)
+    forward, filled_forward = plain_group.forward(q, k, v, 0.3), filled.forward(q, k, v, 0.3)
+    assert max(relative(a, b) for a, b in zip(filled_forward, forward, strict=True)) < 1e-13
+    out, lse = block_attention(q, k, v, BlockPlan((block,)), 0.3)
+    backward = plain_group.backward(dout, q, k, v, out, lse, 0.3)
+    filled_backward = filled.backward(dout, q, k, v, out, lse, 0.3)
+    assert max(relative(a, b) for a, b in zip(filled_backward, backward, strict=True)) < 1e-13
