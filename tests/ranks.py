@@ -16,10 +16,17 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST = 8
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers", "seqbraid", "seqbraid.verify.parity"]
+
+
+class Raised(NamedTuple):
+    """An exception of a rank, in words: not every exception survives the way between processes."""
+
+    kind: str
+    message: str
 
 
 class RankError(AssertionError):
@@ -40,7 +47,7 @@ class Pool:
     def outcomes(
         self, function: Callable[..., Any], world_size: int, args: tuple[Any, ...], limit: float
     ) -> list[Any]:
-        """Per rank `("ok", value)` or `("error", exception, traceback)`; a rank that hangs fails the test."""
+        """Per rank `("ok", value)` or `("error", Raised, traceback)`; a rank that hangs fails the test."""
         while len(self.workers) < world_size:
             ours, theirs = self.context.Pipe()
             worker = self.context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -59,7 +66,7 @@ class Pool:
                 try:
                     found[waiting[pipe]] = pipe.recv()
                 except EOFError:
-                    found[waiting[pipe]] = ("error", RuntimeError("the process died"), "")
+                    found[waiting[pipe]] = ("error", Raised("EOFError", "the process died"), "")
         if len(found) < world_size:
             self.close()
             raise RankError(
@@ -89,7 +96,7 @@ def _serve(pipe: Connection) -> None:
                 )
             outcome: Any = ("ok", function(*args))
         except Exception as error:
-            outcome = ("error", error, traceback.format_exc())
+            outcome = ("error", Raised(type(error).__name__, str(error)), traceback.format_exc())
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -98,7 +105,7 @@ def _serve(pipe: Connection) -> None:
         except (
             Exception
         ) as error:  # a value that cannot be sent is the test's mistake, and must not look like a hang
-            pipe.send(("error", RuntimeError(f"cannot send the outcome: {error}"), traceback.format_exc()))
+            pipe.send(("error", Raised("PicklingError", str(error)), traceback.format_exc()))
 
 
 _POOL = Pool()
@@ -114,7 +121,7 @@ def run(function: Callable[..., Any], world_size: int, *args: Any, limit: float 
     return [outcome[1] for outcome in outcomes]
 
 
-def errors(function: Callable[..., Any], world_size: int, *args: Any, limit: float = 20.0) -> list[Exception]:
+def errors(function: Callable[..., Any], world_size: int, *args: Any, limit: float = 20.0) -> list[Raised]:
     """The exceptions that every rank raises; fails if one does not, or hangs."""
     outcomes = _POOL.outcomes(function, world_size, args, limit)
     for rank, outcome in enumerate(outcomes):

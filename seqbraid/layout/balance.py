@@ -18,6 +18,9 @@ import numpy as np
 COST_TOLERANCE = 1.03
 """Accept a placement whose dearest rank costs at most this much more than the mean."""
 
+SLACK = 0.02
+"""A rank whose cost is this near to its share of the mean, when it draws on one sequence alone, does so."""
+
 TOKEN_TOLERANCE = 1.01
 """Accept a placement that cuts nothing, and pads instead, up to this much over the mean of tokens."""
 
@@ -119,6 +122,7 @@ def _place(lengths: Sequence[int], order: list[int], num_cut: int, ring: int, ul
         cut,
         needed=slices.reshape(ring, ulysses).sum(1),
         budget=target * ulysses - costs.reshape(ring, ulysses).sum(1),
+        slack=SLACK * target * ulysses,
     )
     costs += np.repeat(shared_cost / ulysses, ulysses)
     if ulysses == 1:  # a sequence shared with nobody is whole after all
@@ -159,7 +163,7 @@ class _Groups:
 
 
 def _share_out(
-    lengths: Sequence[int], cut: list[int], needed: np.ndarray, budget: np.ndarray
+    lengths: Sequence[int], cut: list[int], needed: np.ndarray, budget: np.ndarray, slack: float
 ) -> tuple[dict[int, dict[int, int]], np.ndarray]:
     """Give ring rank r `needed[r]` tokens of the cut sequences at a cost as near to `budget[r]` as mixing
     allows.
@@ -182,6 +186,16 @@ def _share_out(
     appetite = [b / n if n else 0.0 for b, n in zip(budget, needed, strict=True)]
     for ring_rank in sorted(range(len(needed)), key=lambda r: (-appetite[r], r)):
         tokens, cost = int(needed[ring_rank]), float(budget[ring_rank])
+        alone = [
+            i
+            for i, left in remaining.items()
+            if left >= tokens and abs(tokens * (lengths[i] + 1) / 2 - cost) <= slack
+        ]
+        if tokens and alone:
+            # One sequence will do: the fewer ranks share it, the larger its blocks and the fewer its
+            # messages.
+            take(ring_rank, min(alone, key=lambda i: (remaining[i], i)), tokens)
+            continue
         while tokens > 0:
             dense, sparse = next(iter(remaining)), next(reversed(remaining))
             high, low = (lengths[dense] + 1) / 2, (lengths[sparse] + 1) / 2

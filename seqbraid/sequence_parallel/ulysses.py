@@ -92,9 +92,9 @@ def heads_for_tokens(
         return q_nHD, k_nGD, v_nGD
     parts = []
     for rank in range(group.size):
-        heads, kv = plan.query_heads(rank), plan.kv_heads(rank)
+        q = q_nHD[:, plan.query_heads(rank)]
         parts.append(
-            torch.cat([q_nHD[:, heads].flatten(1), k_nGD[:, kv].flatten(1), v_nGD[:, kv].flatten(1)], 1)
+            torch.cat([x.flatten(1) for x in (q, _kv_for(k_nGD, plan, rank), _kv_for(v_nGD, plan, rank))], 1)
         )
     mine = plan.kv_heads(group.rank)
     num_kv, num_heads = mine.stop - mine.start, plan.num_heads // plan.size
@@ -110,6 +110,11 @@ def heads_for_tokens(
     q, k, v = (x.unflatten(1, (heads, -1)) for x, heads in ((q, num_heads), (k, num_kv), (v, num_kv)))
     used = plan.kv_of_query(group.rank)
     return (q, k, v) if used is None else (q, k[:, used], v[:, used])
+
+
+def _kv_for(x_nGD: Tensor, plan: HeadPlan, rank: int) -> Tensor:
+    """The KV heads that a rank's query heads use; their gradients from all ranks add up in the slices."""
+    return x_nGD[:, plan.kv_heads(rank)]
 
 
 def tokens_for_heads(out_NHD: Tensor, tokens: Sequence[int], group: Group) -> Tensor:

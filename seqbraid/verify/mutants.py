@@ -8,12 +8,13 @@ reachable in a normal run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ..data import pack as pack_module
 from ..models import attention as attention_module
@@ -21,6 +22,8 @@ from ..models import batch as batch_module
 from ..models import braided as braided_module
 from ..models import gated_delta as gated_delta_module
 from ..ops import attention as attention_ops
+from ..sequence_parallel import ring as ring_module
+from ..sequence_parallel import ulysses as ulysses_module
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Mutant:
     switched_on: Callable[[], AbstractContextManager[Any]]
     check: str
     """A family of `tiny.FAMILIES`, or `blocks`."""
+    ring: int = 1
+    ulysses: int = 1
 
 
 def _positions_not_reset() -> AbstractContextManager[Any]:
@@ -119,3 +124,102 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("sliding window ignored", lambda: _attention_changed(window=None), "gemma3"),
     Mutant("sink ignored", lambda: _attention_changed(sink_H=None), "gpt_oss"),
 )
+
+
+def _block_statistics_in_ring() -> AbstractContextManager[Any]:
+    right = ring_module.block_attention_backward
+
+    def wrong(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float, *dq: Any
+    ) -> Any:
+        return right(dout, q, k, v, *attention_ops.block_attention(q, k, v, plan, scale), plan, scale, *dq)
+
+    return patch.object(ring_module, "block_attention_backward", wrong)
+
+
+def _lse_aliased() -> AbstractContextManager[Any]:
+    """The LSE that is kept is that of the first block: the merge went into a copy."""
+    right = ring_module.merge_block_attention
+
+    def wrong(out: Any, lse: Any, *rest: Any) -> None:
+        right(out, lse.clone(), *rest)
+
+    return patch.object(ring_module, "merge_block_attention", wrong)
+
+
+def _wrong_keys() -> AbstractContextManager[Any]:
+    """One round gets keys of the right shape from the wrong rank: our own."""
+    right = ring_module._Keys.next
+
+    def wrong(self: Any) -> Any:
+        k, v = right(self)
+        return (self.k[: len(k)], self.v[: len(v)]) if len(self.k) >= len(k) else (k, v)
+
+    return patch.object(ring_module._Keys, "next", wrong)
+
+
+def _kv_gradient_not_summed() -> AbstractContextManager[Any]:
+    """A KV head that goes to several ranks gets the gradient of the first of them alone."""
+    right = ulysses_module._kv_for
+
+    def wrong(x: Any, plan: Any, rank: int) -> Any:
+        first = rank == 0 or plan.kv_heads(rank - 1).stop <= plan.kv_heads(rank).start
+        return right(x if first else x.detach(), plan, rank)
+
+    return patch.object(ulysses_module, "_kv_for", wrong)
+
+
+def _loss_times_group_size() -> AbstractContextManager[Any]:
+    right = braided_module.BraidedModel._agree
+    return patch.object(
+        braided_module.BraidedModel,
+        "_agree",
+        lambda self, batch, count: right(self, batch, count) // self.mesh.sequence_size,
+    )
+
+
+def _gradients_averaged() -> AbstractContextManager[Any]:
+    right = FSDPModule.set_gradient_divide_factor
+    return patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, _: right(self, 2.0))
+
+
+def _sliced_twice() -> AbstractContextManager[Any]:
+    split = batch_module.Row.split
+
+    def wrong(self: Any, layout: Any, rank: int) -> Any:
+        batch = split(self, layout, rank)
+        return replace(
+            batch, input_ids=layout.shard(batch.input_ids, rank), targets=layout.shard(batch.targets, rank)
+        )
+
+    return patch.object(batch_module.Row, "split", wrong)
+
+
+def stale_context() -> AbstractContextManager[Any]:
+    """A process-wide context: whoever computes, and computes again, takes the one that was made last."""
+    latest: list[Any] = []
+    make, right = braided_module.StepContext, attention_module.softmax_attention
+
+    def remembered(*args: Any) -> Any:
+        latest[:] = [make(*args)]
+        return latest[0]
+
+    def wrong(q: Any, k: Any, v: Any, context: Any, *rest: Any) -> Any:
+        return right(q, k, v, latest[0], *rest)
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(braided_module, "StepContext", remembered))
+    stack.enter_context(patch.object(attention_module, "softmax_attention", wrong))
+    return stack
+
+
+RANK_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("per-block LSE in backward", _block_statistics_in_ring, "llama", ring=2),
+    Mutant("LSE aliased", _lse_aliased, "llama", ring=2),
+    Mutant("the wrong rank's keys in one round", _wrong_keys, "llama", ring=2),
+    Mutant("KV-head gradient not summed", _kv_gradient_not_summed, "llama", ulysses=4),
+    Mutant("loss multiplied by the group size", _loss_times_group_size, "llama", ring=2),
+    Mutant("FSDP averages", _gradients_averaged, "llama", ring=2),
+    Mutant("sliced twice", _sliced_twice, "llama", ring=2),
+)
+"""Defects that only several ranks can have."""

@@ -1,0 +1,64 @@
+"""Defects that only several ranks can have: each is caught, and without it the same check holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import seqbraid as sb
+from seqbraid import Mesh
+from seqbraid.verify.mutants import RANK_MUTANTS, stale_context
+from seqbraid.verify.parity import check_parity
+from seqbraid.verify.samples import random_samples
+from seqbraid.verify.tiny import tiny_model
+from tests import ranks
+
+LENGTHS = (1, 63, 130, 257, 40)
+
+
+def caught(name: str) -> Any:
+    """On one rank: what the check says with the defect (the ratio, or a refusal), and without it."""
+    (mutant,) = (m for m in RANK_MUTANTS if m.name == name)
+    mesh = Mesh(ring=mutant.ring, ulysses=mutant.ulysses)
+    samples = random_samples(LENGTHS, 97)
+    with mutant.switched_on():
+        try:
+            mutated: Any = check_parity(tiny_model(mutant.check), samples, mesh, policy="zigzag").worst.ratio
+        except ValueError as error:
+            mutated = str(error)
+    healthy = check_parity(tiny_model(mutant.check), samples, mesh, policy="zigzag")
+    return mutated, healthy.holds
+
+
+@pytest.mark.parametrize("mutant", RANK_MUTANTS, ids=lambda mutant: mutant.name)
+def test_rank_mutant_is_caught(mutant: Any) -> None:
+    for mutated, healthy in ranks.run(caught, mutant.ring * mutant.ulysses, mutant.name):
+        assert healthy
+        if mutant.name == "sliced twice":
+            assert "is it sharded already" in mutated
+        else:
+            assert mutated > 1000
+
+
+def gradient_with_evaluation_between() -> torch.Tensor:
+    stock = tiny_model("llama")
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    model = sb.parallelize(stock, Mesh(rank=0, world_size=1))
+    batch, other = (
+        sb.pack(random_samples(n, 97), stock.config, model.mesh) for n in ((40, 70, 3), (100, 13))
+    )
+    out = model(batch)
+    with torch.no_grad():
+        model(other)
+    out.loss.backward()
+    return torch.cat([p.grad.flatten() for p in stock.parameters()])
+
+
+def test_a_stale_context_in_recomputation_is_caught() -> None:
+    right = gradient_with_evaluation_between()
+    with stale_context():
+        wrong = gradient_with_evaluation_between()
+    assert (wrong - right).norm() > 1e-2 * right.norm()
+    assert torch.equal(gradient_with_evaluation_between(), right)
