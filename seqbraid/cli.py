@@ -92,20 +92,28 @@ def _layout(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from .mesh import Mesh
     from .verify.report import print_mutants, print_parity
     from .verify.run import load_model, verify_model, verify_mutants
 
-    parity = verify_model(load_model(args.model, args.seed), args.model, args.lengths, args.policy, args.seed)
-    print_parity(parity)
+    mesh = Mesh(ring=args.ring, ulysses=args.ulysses, dp_shard=args.dp_shard)
+    model = load_model(args.model, args.seed)
+    parity = verify_model(model, args.model, args.lengths, args.policy, args.seed, mesh)
     result = parity.to_json()
     holds = parity.holds
+    caught = {}
     if args.mutants:
+        if mesh.world_size > 1:
+            raise ValueError("--mutants runs in one process")
         caught = verify_mutants(args.seed)
-        print_mutants(caught)
         result["mutants"] = {name: not verdict.holds for name, verdict in caught.items()}
         holds = holds and not any(verdict.holds for verdict in caught.values())
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if mesh.rank == 0:
+        print_parity(parity)
+        if caught:
+            print_mutants(caught)
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if holds else 1
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,21 @@ def test_bad_arguments_are_told_without_a_traceback(
 ) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_verify_under_torchrun(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "seqbraid",
+    ]
+    command += ["verify", "--model", "llama", "--ring", "2", "--lengths", "40,7,130", "--json", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, timeout=120, env=environment, capture_output=True)
+    assert json.loads(out.read_text())["holds"]

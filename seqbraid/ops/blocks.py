@@ -42,6 +42,10 @@ any shape; the others share one varlen call. Below ANY_PAIRS the layers of one s
 new shape costs."""
 
 
+FEW_CALLS = 3
+"""Up to so many varlen calls are made instead of gathering rows for one."""
+
+
 class Block(NamedTuple):
     """Query rows against key rows; `shift` is the first query's position minus the first key's.
 
@@ -170,6 +174,18 @@ def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
 
 
+def _stretches(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks in order, parted where their query or key rows do not lie side by side."""
+    stretches: list[list[Block]] = []
+    for block in blocks:
+        last = stretches[-1][-1] if stretches else None
+        if last is not None and (last.q_stop, last.k_stop) == (block.q_start, block.k_start):
+            stretches[-1].append(block)
+        else:
+            stretches.append([block])
+    return stretches
+
+
 @dataclass(frozen=True)
 class BlockPlan:
     """All blocks of one call; the layers of a step share one plan, and its rows are made once per device."""
@@ -216,7 +232,11 @@ class BlockPlan:
                 groups += [DenseGroup.of([block], device) for block in blocks]
             else:
                 short.setdefault((causal, window), []).extend(blocks)
-        groups += [VarlenGroup.of(sorted(blocks), device) for blocks in short.values()]
+        for blocks in short.values():
+            stretches = _stretches(sorted(blocks))
+            # A few calls on rows as they lie are cheaper than one on rows that must be gathered first.
+            parts = stretches if len(stretches) <= FEW_CALLS else [sorted(blocks)]
+            groups += [VarlenGroup.of(part, device) for part in parts]
         return groups
 
     @staticmethod

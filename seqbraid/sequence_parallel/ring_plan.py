@@ -129,24 +129,30 @@ def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]]) -> list[list[int
     """The distances 1, 2, … around the ring, joined while no rank receives more rows than it has tokens
     itself.
 
-    It is the same on every rank, and no distance is left out, so that messages meet in the same order
-    everywhere.
+    All in one round where that takes no more memory than two rounds under way. It is the same on every rank,
+    and no distance is left out, so that messages meet in the same order everywhere.
     """
     budget = layout.num_local_tokens * layout.ulysses
+    distances = range(1, layout.ring)
+    comes = {d: [_coming(runs, rank, d) for rank in range(layout.ring)] for d in distances}
+    if all(sum(comes[d][rank] for d in distances) <= 2 * budget for rank in range(layout.ring)):
+        return [list(distances)] if layout.ring > 1 else []
     rounds: list[list[int]] = []
     load = [0] * layout.ring
-    for distance in range(1, layout.ring):
-        comes = [
-            sum(_count(s) for s in _needed(runs[(rank - distance) % layout.ring], runs[rank]).values())
-            for rank in range(layout.ring)
-        ]
-        if rounds and all(a + b <= budget for a, b in zip(load, comes, strict=True)):
+    for distance in distances:
+        joined = [a + b for a, b in zip(load, comes[distance], strict=True)]
+        if rounds and max(joined) <= budget:
             rounds[-1].append(distance)
-            load = [a + b for a, b in zip(load, comes, strict=True)]
+            load = joined
         else:
             rounds.append([distance])
-            load = comes
+            load = comes[distance]
     return rounds
+
+
+def _coming(runs: list[dict[int, Run]], rank: int, distance: int) -> int:
+    source = runs[(rank - distance) % len(runs)]
+    return sum(_count(segments) for segments in _needed(source, runs[rank]).values())
 
 
 def _round(runs: list[dict[int, Run]], ring_rank: int, distances: list[int]) -> RingRound:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..mesh import Mesh
 from .blocks import check_blocks
 from .mutants import MUTANTS
 from .parity import Parity, check_parity
@@ -37,10 +38,11 @@ def verify_model(
     lengths: Sequence[int] | None = None,
     policy: str = "balanced",
     seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> Parity:
     """Parity of one packed row of random samples with the stock model on each of them."""
     samples = random_samples(lengths or LENGTHS, model.config.get_text_config().vocab_size, seed)
-    return check_parity(model, samples, case=case, policy=policy, multiple_of=PADDED)
+    return check_parity(model, samples, mesh, case=case, policy=policy, multiple_of=PADDED)
 
 
 def verify_mutants(seed: int = 0) -> dict[str, Parity]:
