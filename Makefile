@@ -38,6 +38,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/loss_memory.py
+	$(BIN)/python benchmarks/memory_per_rank.py
 
 clean:
 	rm -rf .venv .venv-oldest build *.egg-info
