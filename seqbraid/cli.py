@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--lengths", type=_lengths, help="tokens of each sample; a demanding mix when left out"
     )
     verify.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
+    for axis in ("ring", "ulysses", "dp_shard"):
+        flag = "--" + axis.replace("_", "-")
+        verify.add_argument(flag, type=int, default=1, help=f"ranks on the {axis} axis, under torchrun")
     verify.add_argument("--seed", type=int, default=0)
     verify.add_argument(
         "--json", type=Path, metavar="FILE", help="write every error and floor into this file"

@@ -14,7 +14,7 @@ ALLOWED = {
     "mesh": set(),
     "sequence_parallel": {"layout", "ops", "comm", "mesh"},
     "models": {"sequence_parallel", "layout", "ops", "comm", "mesh"},
-    "data": {"layout", "models", "mesh"},
+    "data": {"layout", "models", "mesh", "comm"},
     "parallelize": {"models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
     "train": {
         "data",
