@@ -26,27 +26,26 @@ class DenseShape(NamedTuple):
     causal: bool
     mask: Tensor | None
     """`[q, k]`, True where seen, for what `causal` does not say."""
-    scale: float
 
 
-def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape) -> tuple[Tensor, Tensor]:
+def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> tuple[Tensor, Tensor]:
     """Out `[B, H, S, D]` and LSE `[B, H, S]`."""
     if q.device.type == "cpu" and q.dtype != torch.float16:
         wide = q.shape[-1]
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, _widened(v, wide), 0.0, shape.causal, attn_mask=_additive(shape.mask, q), scale=shape.scale
+            q, k, _widened(v, wide), 0.0, shape.causal, attn_mask=_additive(shape.mask, q), scale=scale
         )
         return out[..., : v.shape[-1]], lse
     if uses_cudnn(q, v) and shape.mask is None:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, shape.causal, False, scale=shape.scale
+            q, k, v, None, True, 0.0, shape.causal, False, scale=scale
         )
         return out, lse.squeeze(-1)
-    return _math_forward(q, k, v, shape)
+    return _math_forward(q, k, v, shape, scale)
 
 
 def dense_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: DenseShape
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: DenseShape, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if q.device.type == "cpu" and q.dtype != torch.float16:
@@ -54,17 +53,17 @@ def dense_backward(
         wide_dout, wide_v, wide_out = (_widened(x, wide) for x in (dout, v, out))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             wide_dout, q, k, wide_v, wide_out, lse, 0.0, shape.causal,
-            attn_mask=_additive(shape.mask, q), scale=shape.scale,
+            attn_mask=_additive(shape.mask, q), scale=scale,
         )  # fmt: skip
         return dq, dk, dv[..., : v.shape[-1]]
     if uses_cudnn(q, v) and shape.mask is None:
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.unsqueeze(-1), unused, unused, None, None, None,
-            q.shape[2], k.shape[2], 0.0, shape.causal, scale=shape.scale,
+            q.shape[2], k.shape[2], 0.0, shape.causal, scale=scale,
         )  # fmt: skip
         return dq, dk, dv
-    return _math_backward(dout, q, k, v, out, lse, shape)
+    return _math_backward(dout, q, k, v, out, lse, shape, scale)
 
 
 def uses_cudnn(q: Tensor, v: Tensor) -> bool:
@@ -88,7 +87,6 @@ class VarlenShape(NamedTuple):
     max_k: int
     causal: bool
     window: int | None
-    scale: float
 
     @property
     def sides(self) -> dict[str, int | None]:
@@ -103,41 +101,43 @@ def uses_varlen(q: Tensor, v: Tensor) -> bool:
     return uses_cudnn(q, v) and q.shape[-1] == v.shape[-1]
 
 
-def varlen_forward(q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape) -> tuple[Tensor, Tensor]:
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape, scale: float
+) -> tuple[Tensor, Tensor]:
     """Out `[T, H, D]` and LSE `[H, T]`."""
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, shape.cu_q, shape.cu_k, shape.max_q, shape.max_k, 0.0, shape.causal, False,
-        scale=shape.scale, **shape.sides,
+        scale=scale, **shape.sides,
     )  # fmt: skip
     return out, lse
 
 
 def varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: VarlenShape
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: VarlenShape, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = aten._flash_attention_backward(
         dout.contiguous(), q, k, v, out, lse, shape.cu_q, shape.cu_k, shape.max_q, shape.max_k, 0.0,
-        shape.causal, unused, unused, scale=shape.scale, **shape.sides,
+        shape.causal, unused, unused, scale=scale, **shape.sides,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, shape)
+def _math_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, shape, scale)
     lse = scores.logsumexp(-1)
     p = (scores - lse[..., None]).exp().nan_to_num(0.0)
     return (p @ _repeated(v, q).to(p.dtype)).to(v.dtype), lse
 
 
 def _math_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: DenseShape
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: DenseShape, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    p = (_scores(q, k, shape) - lse[..., None]).exp().nan_to_num(0.0)
+    p = (_scores(q, k, shape, scale) - lse[..., None]).exp().nan_to_num(0.0)
     wide = p.dtype
     delta = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    ds = p * (dout.to(wide) @ _repeated(v, q).to(wide).mT - delta) * shape.scale
+    ds = p * (dout.to(wide) @ _repeated(v, q).to(wide).mT - delta) * scale
     groups = (q.shape[0], k.shape[1], -1, *k.shape[2:3])
     dq = ds @ _repeated(k, q).to(wide)
     dk = (ds.mT @ q.to(wide)).view(*groups, k.shape[-1]).sum(2)
@@ -145,9 +145,9 @@ def _math_backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, shape: DenseShape) -> Tensor:
+def _scores(q: Tensor, k: Tensor, shape: DenseShape, scale: float) -> Tensor:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = q.to(wide) @ _repeated(k, q).to(wide).mT * shape.scale
+    scores = q.to(wide) @ _repeated(k, q).to(wide).mT * scale
     mask = shape.mask
     if shape.causal:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

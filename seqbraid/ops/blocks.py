@@ -72,8 +72,7 @@ class DenseGroup(NamedTuple):
     num_blocks: int
     q_rows: Rows
     k_rows: Rows
-    causal: bool
-    mask: Tensor | None
+    shape: DenseShape
     fill: int = 0
     """Rows of zeros behind each block, which make its shape round."""
 
@@ -91,8 +90,7 @@ class DenseGroup(NamedTuple):
             len(blocks),
             _rows([(block.q_start, block.q_stop) for block in blocks], device),
             _rows([(block.k_start, block.k_stop) for block in blocks], device),
-            causal and mask is None,
-            mask,
+            DenseShape(causal and mask is None, mask),
             fill,
         )
 
@@ -100,7 +98,7 @@ class DenseGroup(NamedTuple):
         """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows."""
         q = self._stack(q_THD, self.q_rows)
         k, v = self._stack(k_SGD, self.k_rows), self._stack(v_SGD, self.k_rows)
-        out, lse = dense_forward(q, k, v, DenseShape(self.causal, self.mask, scale))
+        out, lse = dense_forward(q, k, v, self.shape, scale)
         return self._unstack(out), lse[..., : lse.shape[-1] - self.fill].transpose(0, 1).flatten(1)
 
     def backward(
@@ -111,7 +109,7 @@ class DenseGroup(NamedTuple):
         k, v = self._stack(k, self.k_rows), self._stack(v, self.k_rows)
         lse = lse_HT[:, self.q_rows].unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
         lse = F.pad(lse, (0, self.fill)).contiguous()
-        dq, dk, dv = dense_backward(dout, q, k, v, out, lse, DenseShape(self.causal, self.mask, scale))
+        dq, dk, dv = dense_backward(dout, q, k, v, out, lse, self.shape, scale)
         return self._unstack(dq), self._unstack(dk), self._unstack(dv)
 
     def _stack(self, x_THD: Tensor, rows: Rows) -> Tensor:
@@ -128,12 +126,7 @@ class VarlenGroup(NamedTuple):
 
     q_rows: Rows
     k_rows: Rows
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
-    causal: bool
-    window: int | None
+    shape: VarlenShape
 
     @staticmethod
     def of(blocks: Sequence[Block], device: torch.device) -> VarlenGroup:
@@ -144,17 +137,12 @@ class VarlenGroup(NamedTuple):
         return VarlenGroup(
             _rows([(block.q_start, block.q_stop) for block in blocks], device),
             _rows([(block.k_start, block.k_stop) for block in blocks], device),
-            cu_q,
-            cu_k,
-            max(queries),
-            max(keys),
-            blocks[0].causal,
-            blocks[0].window,
+            VarlenShape(cu_q, cu_k, max(queries), max(keys), blocks[0].causal, blocks[0].window),
         )
 
     def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows."""
-        return varlen_forward(q_THD[self.q_rows], k_SGD[self.k_rows], v_SGD[self.k_rows], self._shape(scale))
+        return varlen_forward(q_THD[self.q_rows], k_SGD[self.k_rows], v_SGD[self.k_rows], self.shape, scale)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
@@ -162,10 +150,7 @@ class VarlenGroup(NamedTuple):
         """Gradients of the group's query, key and value rows."""
         dout, q, out = (x[self.q_rows] for x in (dout, q, out))
         k, v, lse = k[self.k_rows], v[self.k_rows], lse_HT[:, self.q_rows].contiguous()
-        return varlen_backward(dout, q, k, v, out, lse, self._shape(scale))
-
-    def _shape(self, scale: float) -> VarlenShape:
-        return VarlenShape(self.cu_q, self.cu_k, self.max_q, self.max_k, self.causal, self.window, scale)
+        return varlen_backward(dout, q, k, v, out, lse, self.shape, scale)
 
 
 def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:

@@ -91,7 +91,7 @@ def _padding_routed() -> AbstractContextManager[Any]:
     )
 
 
-def _lse_gradient_dropped() -> AbstractContextManager[Any]:
+def _block_statistics(module: Any) -> AbstractContextManager[Any]:
     """The backward of a block from the block's own out and LSE instead of the merged ones."""
     right = attention_ops.block_attention_backward
 
@@ -100,7 +100,7 @@ def _lse_gradient_dropped() -> AbstractContextManager[Any]:
     ) -> Any:
         return right(dout, q, k, v, *attention_ops.block_attention(q, k, v, plan, scale), plan, scale, *dq)
 
-    return patch.object(attention_ops, "block_attention_backward", wrong)
+    return patch.object(module, "block_attention_backward", wrong)
 
 
 def _attention_changed(**changes: Any) -> AbstractContextManager[Any]:
@@ -120,21 +120,10 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("targets shifted across samples", _targets_shifted_across_samples, "llama"),
     Mutant("padding counted in the divisor", _padding_counted, "llama"),
     Mutant("padding counted by the router", _padding_routed, "qwen3_moe"),
-    Mutant("LSE gradient dropped", _lse_gradient_dropped, "blocks"),
+    Mutant("LSE gradient dropped", lambda: _block_statistics(attention_ops), "blocks"),
     Mutant("sliding window ignored", lambda: _attention_changed(window=None), "gemma3"),
     Mutant("sink ignored", lambda: _attention_changed(sink_H=None), "gpt_oss"),
 )
-
-
-def _block_statistics_in_ring() -> AbstractContextManager[Any]:
-    right = ring_module.block_attention_backward
-
-    def wrong(
-        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float, *dq: Any
-    ) -> Any:
-        return right(dout, q, k, v, *attention_ops.block_attention(q, k, v, plan, scale), plan, scale, *dq)
-
-    return patch.object(ring_module, "block_attention_backward", wrong)
 
 
 def _lse_aliased() -> AbstractContextManager[Any]:
@@ -214,7 +203,7 @@ def stale_context() -> AbstractContextManager[Any]:
 
 
 RANK_MUTANTS: tuple[Mutant, ...] = (
-    Mutant("per-block LSE in backward", _block_statistics_in_ring, "llama", ring=2),
+    Mutant("per-block LSE in backward", lambda: _block_statistics(ring_module), "llama", ring=2),
     Mutant("LSE aliased", _lse_aliased, "llama", ring=2),
     Mutant("the wrong rank's keys in one round", _wrong_keys, "llama", ring=2),
     Mutant("KV-head gradient not summed", _kv_gradient_not_summed, "llama", ulysses=4),

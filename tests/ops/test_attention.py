@@ -18,6 +18,7 @@ from seqbraid.ops.attention_kernels import (
 from seqbraid.ops.blocks import Block, BlockPlan, DenseGroup
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
+from tests.plain import plain_attention, relative
 
 LENGTHS = [1, 2, 63, 64, 65, 130, 7, 7, 7]
 
@@ -37,29 +38,6 @@ def row(num_tokens: int, heads: int, kv_heads: int, size: int, value_size: int |
     ]
 
 
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int | None, sink: Tensor | None
-) -> Tensor:
-    """Each sequence alone, by the definition of softmax."""
-    outs = []
-    groups = q.shape[1] // k.shape[1]
-    for q_s, k_s, v_s in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        k_s, v_s = k_s.repeat_interleave(groups, 1), v_s.repeat_interleave(groups, 1)
-        scores = torch.einsum("thd,shd->hts", q_s, k_s) * 0.3
-        distance = torch.arange(len(q_s))[:, None] - torch.arange(len(q_s))
-        seen = (distance >= 0) & (distance < (window or len(q_s)))
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if sink is not None:
-            scores = torch.cat([scores, sink[:, None, None].expand(-1, len(q_s), 1)], -1)
-        p = scores.softmax(-1)[..., : len(q_s)]
-        outs.append(torch.einsum("hts,shd->thd", p, v_s))
-    return torch.cat(outs)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).detach().norm() / b.detach().norm())
-
-
 @pytest.mark.parametrize("window", [None, 2, 3, 16, 64, 1000])
 @pytest.mark.parametrize("with_sink", [False, True])
 @pytest.mark.parametrize("value_size", [8, 4])
@@ -71,7 +49,7 @@ def test_packed_attention_equals_each_sequence_alone(
     wanted = [*inputs, *([sink] if sink is not None else [])]
     segments = [(sum(LENGTHS[:i]), n) for i, n in enumerate(LENGTHS)]
     out = packed_attention(*inputs, BlockPlan.causal(segments, window), 0.3, sink)
-    reference = plain(*inputs, LENGTHS, window, sink)
+    reference = plain_attention(*inputs, LENGTHS, window, sink)
     weight = torch.randn(reference.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert relative(out, reference) < 1e-13
     for got, expected in zip(
@@ -127,12 +105,12 @@ def test_a_sequence_does_not_feel_its_neighbours() -> None:
 def test_plain_maths_is_the_kernel(causal: bool) -> None:
     """Where no kernel takes the tensors, plain maths does the same, its global out and LSE included."""
     q, k, v, dout = (torch.randn(2, h, 9, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
-    shape = DenseShape(causal, None, 0.3)
-    forward, plain_forward = dense_forward(q, k, v, shape), _math_forward(q, k, v, shape)
+    shape = DenseShape(causal, None)
+    forward, plain_forward = dense_forward(q, k, v, shape, 0.3), _math_forward(q, k, v, shape, 0.3)
     assert max(relative(a, b) for a, b in zip(plain_forward, forward, strict=True)) < 1e-13
     out, lse = forward[0] * 0.7, forward[1] + 0.2  # as if other keys had been seen as well
-    backward = dense_backward(dout, q, k, v, out, lse, shape)
-    plain_backward = _math_backward(dout, q, k, v, out, lse, shape)
+    backward = dense_backward(dout, q, k, v, out, lse, shape, 0.3)
+    plain_backward = _math_backward(dout, q, k, v, out, lse, shape, 0.3)
     assert max(relative(a, b) for a, b in zip(plain_backward, backward, strict=True)) < 1e-12
 
 

@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from seqbraid import Mesh, SequenceLayout
 from seqbraid.comm import Group
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.softmax import softmax_attention
 from tests import ranks
+from tests.plain import SCALE, plain_attention, relative
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 257, 1000)
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]
-SCALE = 0.3
-
-
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None, sink: Tensor | None
-) -> Tensor:
-    """Each sequence alone, by the definition of softmax."""
-    outs = []
-    groups = q.shape[1] // k.shape[1]
-    for q_s, k_s, v_s in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        k_s, v_s = k_s.repeat_interleave(groups, 1), v_s.repeat_interleave(groups, 1)
-        scores = torch.einsum("thd,shd->hts", q_s, k_s) * SCALE
-        distance = torch.arange(len(q_s))[:, None] - torch.arange(len(q_s))
-        scores = scores.masked_fill((distance < 0) | (distance >= (window or len(q_s))), -torch.inf)
-        if sink is not None:
-            scores = torch.cat([scores, sink[:, None, None].expand(-1, len(q_s), 1)], -1)
-        outs.append(torch.einsum("hts,shd->thd", scores.softmax(-1)[..., : len(q_s)], v_s))
-    return torch.cat(outs)
-
-
-def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).detach().norm() / b.detach().norm())
 
 
 def worst_errors(
@@ -63,7 +41,7 @@ def worst_errors(
         else None
     )
     wanted = [x for x in (q, k, v, sink) if x is not None]
-    reference = plain(q, k, v, lengths, window, sink)
+    reference = plain_attention(q, k, v, lengths, window, sink)
     expected = torch.autograd.grad((reference * weight.detach()).sum(), wanted)
 
     groups = {axis: Group.of(mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence")}
