@@ -56,8 +56,7 @@ def main() -> None:
         split = sum(layout.num_split_tokens for layout in layouts)
         print(
             f"{policy:>10}: attention cost max/mean {np.mean(ratios):.3f} on average, {max(ratios):.3f} "
-            "worst; "
-            f"{100 * split / tokens:.1f} % of tokens in split sequences; "
+            f"worst; {100 * split / tokens:.1f} % of tokens in split sequences; "
             f"{100 * (physical / tokens - 1):.2f} % padding; {1e3 * seconds / len(rows):.1f} ms a row"
         )
 

@@ -49,8 +49,8 @@ def main() -> None:
         return
     logits = 4 * args.tokens * args.vocabulary
     print(
-        f"{args.tokens} tokens, {args.vocabulary} vocabulary, hidden {args.hidden}: "
-        f"logits {logits / 2**30:.2f} GiB"
+        f"{args.tokens} tokens, {args.vocabulary} vocabulary, hidden {args.hidden}: logits "
+        f"{logits / 2**30:.2f} GiB"
     )
     for way, tokens in (("chunked", args.tokens), ("full", args.tokens // 16)):
         sizes = ["--tokens", str(tokens), "--vocabulary", str(args.vocabulary), "--hidden", str(args.hidden)]
@@ -58,8 +58,8 @@ def main() -> None:
         growth, loss = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         share = int(growth) / (4 * tokens * args.vocabulary)
         print(
-            f"{way:>8}: peak grew by {int(growth) / 2**20:.0f} MiB at {tokens} tokens, "
-            f"{100 * share:.1f} % of their logits (mean loss {float(loss):.4f})"
+            f"{way:>8}: peak grew by {int(growth) / 2**20:.0f} MiB at {tokens} tokens, {100 * share:.1f} % "
+            f"of their logits (mean loss {float(loss):.4f})"
         )
 
 

@@ -123,8 +123,8 @@ def main() -> None:
         alone = alone or saved * size
         print(
             f"P={size}: saved for backward {saved / 2**20:7.2f} MiB a rank, {saved * size / alone:5.3f} of "
-            "(P = 1) / P; "
-            f"largest tensor over the whole sequence {shape}, {elements / full:.2f} × tokens × hidden"
+            f"(P = 1) / P; largest tensor over the whole sequence {shape}, {elements / full:.2f} × tokens × "
+            "hidden"
         )
         if size > 1 and elements >= full:
             raise SystemExit("a rank holds a tensor of full-sequence × hidden size")

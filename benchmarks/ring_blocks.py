@@ -184,8 +184,7 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
         t = singles[choice]
         print(
             f"  undivided, {choice:>6}: forward {t.forward:8.2f} ms ({flops / t.forward / 1e9:4.0f} "
-            "TFLOP/s), "
-            f"backward {t.backward:8.2f} ms ({2.5 * flops / t.backward / 1e9:4.0f} TFLOP/s)"
+            f"TFLOP/s), backward {t.backward:8.2f} ms ({2.5 * flops / t.backward / 1e9:4.0f} TFLOP/s)"
         )
         if choice == "chosen":
             undivided = join(single.layout, [single])
@@ -208,9 +207,8 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
                 both = (s.forward + s.backward) / (size * (t.forward + t.backward))
                 print(
                     f"  P={size} {policy:>8}, {choice:>6}: slowest rank {t.forward:7.2f} + "
-                    f"{t.backward:7.2f} ms; efficiency "
-                    f"forward {100 * s.forward / (size * t.forward):5.1f} %, backward "
-                    f"{100 * s.backward / (size * t.backward):5.1f} %, both {100 * both:5.1f} %"
+                    f"{t.backward:7.2f} ms; efficiency forward {100 * s.forward / (size * t.forward):5.1f} "
+                    f"%, backward {100 * s.backward / (size * t.backward):5.1f} %, both {100 * both:5.1f} %"
                 )
             ratio = sum(slowest["varlen"]) / sum(slowest["chosen"])
             print(

@@ -56,23 +56,21 @@ class Mesh:
             if self.world_size % others:
                 raise ValueError(
                     f"dp_shard=-1 takes what the other axes leave, but their product {others} does not "
-                    "divide the "
-                    f"world size {self.world_size}: {self._sizes()}"
+                    f"divide the world size {self.world_size}: {self._sizes()}"
                 )
             object.__setattr__(self, "dp_shard", self.world_size // others)
         product = prod(getattr(self, axis) for axis in AXES)
         if product != self.world_size:
             raise ValueError(
                 f"the mesh needs {product} processes ({self._sizes()}) but the world size is "
-                f"{self.world_size}; start "
-                f"`torchrun --nproc-per-node {product}` or set dp_shard=-1 to take what is left"
+                f"{self.world_size}; start `torchrun --nproc-per-node {product}` or set dp_shard=-1 to take "
+                "what is left"
             )
         shared = self.dp_shard * self.ring * self.ulysses
         if shared % self.ep:
             raise ValueError(
                 f"ep={self.ep} is carved out of dp_shard × ring × ulysses = {shared} and must divide it; "
-                "use one of "
-                f"{', '.join(str(n) for n in range(1, shared + 1) if shared % n == 0)}"
+                f"use one of {', '.join(str(n) for n in range(1, shared + 1) if shared % n == 0)}"
             )
 
     def _sizes(self) -> str:

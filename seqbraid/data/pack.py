@@ -97,8 +97,7 @@ def _checked_sample(sample: Mapping[str, Any], number: int, vocab_size: int) -> 
             if len(values) != len(ids) or (values != wanted).any():
                 raise ValueError(
                     f"{where}: {key} must be {wanted} for each of the {len(ids)} tokens (a text sample has "
-                    f"no {why}; "
-                    "dense batches enter through seqbraid.layout.samples_from_dense)"
+                    f"no {why}; dense batches enter through seqbraid.layout.samples_from_dense)"
                 )
     if sample.get("labels") is None:
         return ids, ids
@@ -106,8 +105,7 @@ def _checked_sample(sample: Mapping[str, Any], number: int, vocab_size: int) -> 
     if len(labels) != len(ids):
         raise ValueError(
             f"{where}: {len(labels)} labels for {len(ids)} input_ids; give one unshifted label per token, "
-            "−100 where "
-            "ignored"
+            "−100 where ignored"
         )
     _check_range(labels[labels != IGNORE], vocab_size, f"{where}: labels")
     return ids, labels

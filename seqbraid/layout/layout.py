@@ -142,8 +142,7 @@ class SequenceLayout:
         if x.shape[dim] != self.num_tokens:
             raise ValueError(
                 f"cannot shard a tensor with {x.shape[dim]} entries in dim {dim} of shape {tuple(x.shape)}: "
-                "the row has "
-                f"{self.num_tokens} tokens (is it sharded already?)"
+                f"the row has {self.num_tokens} tokens (is it sharded already?)"
             )
         index = self.index(rank).to(x.device)
         padding = index == PADDING

@@ -176,8 +176,8 @@ def expanded_length(num_ids: int, num_placeholders: int, num_features: int) -> i
         raise ValueError(f"num_placeholders={num_placeholders} must be between 0 and num_ids={num_ids}")
     if num_features < num_placeholders or (num_features and not num_placeholders):
         raise ValueError(
-            f"num_features={num_features} does not fit num_placeholders={num_placeholders}; each placeholder "
-            "has at least one feature, and without placeholders there is none"
+            f"num_features={num_features} does not fit num_placeholders={num_placeholders}; each "
+            "placeholder has at least one feature, and without placeholders there is none"
         )
     return num_ids - num_placeholders + num_features
 

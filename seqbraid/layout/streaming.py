@@ -129,8 +129,8 @@ class StreamingPacker(Generic[T]):
         skipped = sum(1 for _ in islice(samples, self.report.drawn))
         if skipped < self.report.drawn:
             raise ValueError(
-                f"the source ends after {skipped} samples but the state was taken after {self.report.drawn}; "
-                "resume with the same source, from its beginning"
+                f"the source ends after {skipped} samples but the state was taken after "
+                f"{self.report.drawn}; resume with the same source, from its beginning"
             )
         return self._rows(samples)
 

@@ -57,8 +57,7 @@ class TextAdapter:
         if self.gated_delta and mesh.sequence_size > 1:
             raise ValueError(
                 f"{self.name} has gated-delta layers, which do not run with ring={mesh.ring} × "
-                f"ulysses={mesh.ulysses} "
-                "yet; use dp_shard for them"
+                f"ulysses={mesh.ulysses} yet; use dp_shard for them"
             )
 
     def braid(self) -> None:
@@ -84,16 +83,14 @@ class TextAdapter:
         if found != attention.NAME:
             raise ValueError(
                 f"the attention implementation of {self.name} was changed to {found!r} after parallelize; "
-                "set it back "
-                f"to {attention.NAME!r} or call parallelize again"
+                f"set it back to {attention.NAME!r} or call parallelize again"
             )
         for key in DROPOUT_KEYS:
             dropout = getattr(self.config, key, 0.0) or 0.0
             if training and dropout:
                 raise ValueError(
                     f"{self.name} trains with {key}={dropout}, which no split of a sequence can reproduce; "
-                    "set "
-                    f"config.{key}=0 before the model is built, or call .eval()"
+                    f"set config.{key}=0 before the model is built, or call .eval()"
                 )
 
     def hidden(
@@ -115,8 +112,7 @@ class TextAdapter:
         if missing:
             raise ValueError(
                 f"layers {sorted(missing)} of {self.name} did not mix their tokens through the attention "
-                "interface or a "
-                "known gated-delta module, so packed samples may have seen each other there"
+                "interface or a known gated-delta module, so packed samples may have seen each other there"
             )
         router = getattr(outputs, "router_logits", None)
         if with_router and not router:
@@ -131,8 +127,8 @@ class TextAdapter:
         if self.model.config is not self.config:
             raise ValueError(
                 f"{self.name} has parts beside its text decoder "
-                f"({', '.join(self.model.config.sub_configs)}); media "
-                "models are not supported yet, load the text-only class of the family"
+                f"({', '.join(self.model.config.sub_configs)}); media models are not supported yet, load "
+                "the text-only class of the family"
             )
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if kinds - MIXERS:
@@ -149,10 +145,8 @@ class TextAdapter:
         if found & LENGTH_DEPENDENT_ROPE:
             raise ValueError(
                 f"{self.name} uses rope_type {', '.join(sorted(found & LENGTH_DEPENDENT_ROPE))}, whose "
-                "frequencies "
-                "depend on the longest sample of a batch, so a packed row differs from its samples; use a "
-                "fixed "
-                "rope_type (default, linear, yarn, llama3)"
+                "frequencies depend on the longest sample of a batch, so a packed row differs from its "
+                "samples; use a fixed rope_type (default, linear, yarn, llama3)"
             )
 
     def _check_mixers(self) -> None:
@@ -168,10 +162,8 @@ class TextAdapter:
             if RECURRENT.search(type(module).__name__):
                 raise ValueError(
                     f"{self.name} has a {type(module).__name__} at {name!r} that carries state between "
-                    "tokens in a way "
-                    "we do not know; supported are softmax attention and the gated-delta layers of "
-                    "qwen3_next and "
-                    "qwen3_5"
+                    "tokens in a way we do not know; supported are softmax attention and the gated-delta "
+                    "layers of qwen3_next and qwen3_5"
                 )
 
 
@@ -184,8 +176,7 @@ def _head(model: PreTrainedModel) -> nn.Linear:
     if not isinstance(head, nn.Linear):
         raise ValueError(
             f"{type(model).__name__} has no linear language-model head (found {type(head).__name__}); load "
-            "the model "
-            "with its ForCausalLM class"
+            "the model with its ForCausalLM class"
         )
     return head
 
@@ -237,8 +228,7 @@ def _check_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Linear) -> 
     if len(given) != 1 or not torch.equal(given[0], hidden) or not torch.equal(found, logits):
         raise ValueError(
             f"{type(model).__name__} changes hidden states before its head or logits after it (a soft-cap "
-            "or a scale); "
-            "only a plain linear head is supported"
+            "or a scale); only a plain linear head is supported"
         )
 
 

@@ -48,8 +48,7 @@ def braided_attention(
         if attention_mask is not None and attention_mask.shape[-2:] == (0, 0):
             raise ValueError(
                 f"{type(module).__name__} was called in a braided step without its context: the model does "
-                "not hand "
-                "keyword arguments down to its attention, so packed samples would see each other"
+                "not hand keyword arguments down to its attention, so packed samples would see each other"
             )
         stock: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -87,8 +86,7 @@ def _refuse_unknown(
         if key not in HARMLESS and value is not None and value is not False:
             raise ValueError(
                 f"{name} passes {key}={value!r} to attention, which changes it in a way that is not "
-                "supported; known "
-                "are sliding_window and s_aux (sinks)"
+                "supported; known are sliding_window and s_aux (sinks)"
             )
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)

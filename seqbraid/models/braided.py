@@ -133,7 +133,7 @@ class BraidedModel(nn.Module):
         return self._adapter.hidden(batch.input_ids, batch.positions, context, with_router)
 
     def _agree(self, batch: PackedBatch, label_tokens: int | None) -> int:
-        """Make sure on all ranks that the step can be done, before its first exchange; the labels of all data
+        """Make sure that all ranks can do the step, before its first exchange; gives the labels of all data
         ranks.
         """
         error = None
@@ -144,13 +144,11 @@ class BraidedModel(nn.Module):
         mesh = self.mesh
         own = [mesh.data_rank, mesh.sequence_rank, batch.fingerprint, batch.label_tokens]
         found = agree(mesh.cpu_group, error, own)
-        first = {
-            data: (rank, print_) for rank, (data, sequence, print_, _) in enumerate(found) if sequence == 0
-        }
+        leaders = {data: rank for rank, (data, sequence, _, _) in enumerate(found) if sequence == 0}
         for rank, (data, _, fingerprint, _) in enumerate(found):
-            if fingerprint != first[data][1]:
+            if fingerprint != found[leaders[data]][2]:
                 raise ValueError(
-                    f"ranks {first[data][0]} and {rank} share a row but packed different samples (or with "
+                    f"ranks {leaders[data]} and {rank} share a row but packed different samples (or with "
                     "other "
                     "settings); give every rank of a sequence group the same samples, by mesh.data_rank"
                 )
@@ -158,8 +156,7 @@ class BraidedModel(nn.Module):
         if label_tokens is not None and label_tokens < labels:
             raise ValueError(
                 f"label_tokens={label_tokens} is less than the {labels} labels of this batch alone; give "
-                "the count of "
-                "all batches of the optimizer step, over all data ranks"
+                "the count of all batches of the optimizer step, over all data ranks"
             )
         return labels
 
@@ -169,7 +166,6 @@ class BraidedModel(nn.Module):
         if (layout.ring, layout.ulysses) != (mesh.ring, mesh.ulysses) or batch.rank != mesh.sequence_rank:
             raise ValueError(
                 f"the batch was packed for rank {batch.rank} of ring={layout.ring} × "
-                f"ulysses={layout.ulysses}; this is "
-                f"rank {mesh.sequence_rank} of ring={mesh.ring} × ulysses={mesh.ulysses}: pass the model's "
-                "mesh to pack"
+                f"ulysses={layout.ulysses}; this is rank {mesh.sequence_rank} of ring={mesh.ring} × "
+                f"ulysses={mesh.ulysses}: pass the model's mesh to pack"
             )

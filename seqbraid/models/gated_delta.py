@@ -58,8 +58,7 @@ def _forward(
     if hidden_states.shape[:2] != (1, braid.num_local_tokens):
         raise ValueError(
             f"{type(module).__name__} got hidden states of shape {tuple(hidden_states.shape)}; the step's "
-            "layout has "
-            f"one row of {braid.num_local_tokens} tokens on this rank"
+            f"layout has one row of {braid.num_local_tokens} tokens on this rank"
         )
     project = _projection(module)
     assert project is not None

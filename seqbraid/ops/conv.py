@@ -61,8 +61,8 @@ def causal_conv(
     """
     if x_TC.dim() != 2 or weight_CW.dim() != 2 or weight_CW.shape[0] != x_TC.shape[1]:
         raise ValueError(
-            f"x {tuple(x_TC.shape)} and weight {tuple(weight_CW.shape)} do not fit; "
-            "pass x [T, C] and weight [C, W]"
+            f"x {tuple(x_TC.shape)} and weight {tuple(weight_CW.shape)} do not fit; pass x [T, C] and "
+            "weight [C, W]"
         )
     (num_tokens, channels), width = x_TC.shape, weight_CW.shape[1]
     cu = as_boundaries(cu_seqlens, num_tokens)

@@ -238,8 +238,8 @@ def _tile_backward(
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int) -> None:
     if k.dim() != 3 or v.dim() != 3 or q.shape != k.shape:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit; "
-            "pass q and k [T, key heads, K] and v [T, value heads, V]"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit; pass q and k [T, "
+            "key heads, K] and v [T, value heads, V]"
         )
     if k.shape[0] != v.shape[0] or v.shape[1] % k.shape[1]:
         raise ValueError(

@@ -42,6 +42,5 @@ def _check_same_weights(model: nn.Module, mesh: Mesh) -> None:
     if different:
         raise ValueError(
             f"the weights on ranks {different} differ from those on rank 0; load the same checkpoint, or "
-            "call "
-            "torch.manual_seed with one seed on every rank before the model is built"
+            "call torch.manual_seed with one seed on every rank before the model is built"
         )

@@ -76,15 +76,17 @@ class _RingAttention(torch.autograd.Function):
         keys = _Keys(k, v, plan, group, "ring again")
         gradients = block_attention_backward(dout, q, k, v, out, lse, plan.local, scale)
         if plan.rounds:
-            dq, dk, dv = (x.to(lse.dtype) for x in gradients)  # summed wide, rounded once
+            shared = slice(plan.num_shared)
+            dq, dk, dv = sums = [x[shared].to(lse.dtype) for x in gradients]
             home = _Gradients(dk, dv, k.dtype, group)
+            rows = (dout[shared], q[shared])
+            seen = (out[shared], lse[:, shared].contiguous())
             for round_ in plan.rounds:
-                _, *theirs = block_attention_backward(
-                    dout, q, *keys.next(), out, lse, round_.blocks, scale, dq
-                )
+                _, *theirs = block_attention_backward(*rows, *keys.next(), *seen, round_.blocks, scale, dq)
                 home.send(round_, *theirs)
             home.take_in()
-            gradients = (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+            for gradient, total in zip(gradients, sums, strict=True):
+                gradient[shared] = total  # summed wide, rounded once
         dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
         return *gradients, dsink, None, None, None
 

@@ -211,8 +211,6 @@ def _refuse_window(layout: SequenceLayout, runs: list[dict[int, Run]], window: i
         if len(ranks) > 1 and length > window:
             raise ValueError(
                 f"sequence {sequence} of {length} tokens is cut over {len(ranks)} ring ranks, but the model "
-                "has "
-                f"layers with a sliding window of {window}; use ulysses instead of ring, or samples of at "
-                "most "
-                f"{window} tokens"
+                f"has layers with a sliding window of {window}; use ulysses instead of ring, or samples of "
+                f"at most {window} tokens"
             )

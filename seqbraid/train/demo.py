@@ -155,7 +155,8 @@ def run_demo(seconds: float, seed: int) -> int:
     size = sum(p.numel() for p in stock.parameters())
     console.print(
         f"A hybrid of {size / 1e6:.2f} M parameters (3 gated-delta layers to 1 full-attention layer) learns "
-        f"byte-level text in rows of {ROW_TOKENS} tokens: packed, and each sample alone with the stock model."
+        f"byte-level text in rows of {ROW_TOKENS} tokens: packed, and each sample alone with the stock "
+        "model."
     )
     curves = train_both(packed, alone, rows, seconds)
     with torch.no_grad():
@@ -166,12 +167,9 @@ def run_demo(seconds: float, seed: int) -> int:
     console.print(
         f"{len(curves.packed)} steps. Largest difference between the two loss curves: "
         f"{curves.largest_difference:.1e} relative (rounding, which training amplifies). Packed took "
-        f"{curves.packed_seconds:.1f} s, "
-        f"samples alone {curves.alone_seconds:.1f} s.\n"
-        f"Held-out loss of the trained model: packed by seqbraid {packed_loss:.6f}, each sample alone with "
-        "stock "
-        f"code {alone_loss:.6f},\nthe same rows packed with stock code {leak:.6f} (its gated-delta layers "
-        "let "
+        f"{curves.packed_seconds:.1f} s, samples alone {curves.alone_seconds:.1f} s.\nHeld-out loss of the "
+        f"trained model: packed by seqbraid {packed_loss:.6f}, each sample alone with stock code "
+        f"{alone_loss:.6f},\nthe same rows packed with stock code {leak:.6f} (its gated-delta layers let "
         "samples see each other)."
     )
     return 0

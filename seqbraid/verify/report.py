@@ -27,8 +27,8 @@ def print_parity(parity: Parity) -> None:
     console.print(table)
     verdict = "[bold green]holds[/]" if parity.holds else "[bold red]does not hold[/]"
     console.print(
-        f"{verdict}: loss, logits and {len(parity.lines) - 2} parameter gradients, "
-        f"worst {parity.worst.ratio:.2f} × floor (allowed {ALLOWANCE:g}) at {parity.worst.name}"
+        f"{verdict}: loss, logits and {len(parity.lines) - 2} parameter gradients, worst "
+        f"{parity.worst.ratio:.2f} × floor (allowed {ALLOWANCE:g}) at {parity.worst.name}"
     )
 
 
