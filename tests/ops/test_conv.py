@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
 import pytest
@@ -17,15 +16,6 @@ from seqbraid.ops.conv import ConvPlan, causal_conv
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 0, 257)
 CHANNELS = 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads wait for each other longer than these small tensors take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import accumulate
 from typing import Any
@@ -23,15 +23,6 @@ from seqbraid.ops.reference import gated_delta_recurrent
 LENGTHS = (1, 2, 63, 64, 65, 130, 0, 257)
 DECAYS = ("none", "usual", "strong", "mixed")
 Rule = Callable[..., tuple[Tensor, Tensor]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads wait for each other longer than these small tensors take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def smallest_tiles() -> AbstractContextManager[object]:

@@ -38,3 +38,12 @@ def test_a_zero_gradient_does_not_pass() -> None:
             "", parity.Measurement(reference.loss, reference.logits, broken), reference, [reference]
         )
         assert not got.holds and got.worst.name == name and abs(got.worst.error - 1) < 1e-6
+
+
+def test_a_floor_that_hides_everything_does_not_hold() -> None:
+    """Orders that were not equally valid give a large floor; a small ratio to it proves nothing."""
+    from seqbraid.verify.parity import Line
+
+    assert Line("", error=1e-4, floor=1e-4).holds
+    assert not Line("", error=1e-4, floor=0.5).holds
+    assert not Line("", error=float("nan"), floor=1e-6).holds
