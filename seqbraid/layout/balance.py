@@ -1,84 +1,64 @@
-"""Which sequences of a row stay whole and which are cut, so that ranks get equal tokens and near-equal
-attention cost.
+"""Which sequences of a row stay whole and which are cut, so that ranks get equal tokens and take equally
+long.
 
-Cut mirrored around its middle, a sequence of length L costs a rank L/2 per token it holds, however wide the
-rank's share is (its *density*). So whole sequences are placed first, as level as they go, and the cut ones
-then fill each rank up to the same token count: mixing a dense (long) with a sparse (shorter) one sets the
-rank's cost as well. We cut the longest sequences, as few of them as bring the cost within tolerance.
+Cut mirrored around its middle, a sequence of length L costs a rank L/2 pairs per token it holds, however wide
+the rank's share is. So only the sequences that are too dear or too long for one rank are cut, over as few
+ranks as will carry them; the others go whole, longest first, to the rank that has least to do. What fits
+nowhere in the end is cut to fill the ranks up. Then ranks trade whole sequences until they are level. Rows of
+so few sequences that this does not level them are shared out by density instead (`density.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
+from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
-COST_TOLERANCE = 1.03
-"""Accept a placement whose dearest rank costs at most this much more than the mean."""
+from .density import share_by_density
+from .placement import ROUND, Balance, Placement, causal_cost
 
-SLACK = 0.02
-"""A rank whose cost is this near to its share of the mean, when it draws on one sequence alone, does so."""
-
-TOKEN_TOLERANCE = 1.01
+TOLERANCE = 1.01
 """Accept a placement that cuts nothing, and pads instead, up to this much over the mean of tokens."""
 
+COST_TOLERANCE = 1.03
+"""… and up to this much over the mean of attention cost."""
 
-@dataclass(frozen=True)
-class Balance:
-    """A placement: `whole[rank]`, `shares[sequence][ring_rank]` in tokens, `slices[rank]` of the shared
-    tokens.
-    """
+SLACK = 0.0025
+"""Where sequences are cut, ranks may be filled this much over the mean, so that no crumbs are cut off."""
 
-    whole: tuple[tuple[int, ...], ...]
-    shares: dict[int, dict[int, int]]
-    slices: tuple[int, ...]
-    cost_ratio: float
+SHARES = (0.95, 0.6, 0.4, 0.25)
+"""Tried in turn: the largest part of a rank's mean cost that one sequence may have on it."""
 
-
-def causal_cost(length: int) -> int:
-    """Query-key pairs of a causal sequence."""
-    return length * (length + 1) // 2
+TRADES, TRADERS, TRADED, WORTHWHILE = 40, 3, 12, 1e-3
+"""How often ranks trade, with how many others the dearest one tries to, how many of its sequences it offers,
+and what part of its cost it must save."""
 
 
 def balance(lengths: Sequence[int], ring: int, ulysses: int) -> Balance:
-    """Place the sequences of a row on `ring × ulysses` ranks, cutting as few of the longest as will do."""
-    num_ranks = ring * ulysses
-    if num_ranks == 1:
-        return Balance((tuple(range(len(lengths))),), {}, (0,), 1.0)
+    """Place the sequences of a row on `ring × ulysses` ranks."""
+    if ring * ulysses == 1:
+        return Balance((tuple(range(len(lengths))),), {}, (0,))
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    uncut = _uncut(lengths, order, num_ranks)
+    uncut = _uncut(lengths, order, ring * ulysses)
     if uncut is not None:
         return uncut
-    target = sum(map(causal_cost, lengths)) / num_ranks
-    # What cannot stay whole on any rank, by its tokens or by its cost, is cut in every placement.
-    room = sum(lengths) // num_ranks
-    first = sum(1 for i in order if lengths[i] > room or causal_cost(lengths[i]) > COST_TOLERANCE * target)
-    best: Balance | None = None
-    for num_cut in _growing(max(first, 1), len(order)):
-        plan = _place(lengths, order, num_cut, ring, ulysses)
-        if best is None or plan.cost_ratio < best.cost_ratio:
-            best = plan
-        if plan.cost_ratio <= COST_TOLERANCE:
-            break
-    assert best is not None
-    return best
-
-
-def _growing(first: int, last: int) -> list[int]:
-    """Every count at first, then in growing steps, so that a row of thousands takes a few tries."""
-    counts, step = [first], 1
-    while counts[-1] < last:
-        counts.append(min(last, counts[-1] + step))
-        step = max(1, len(counts) // 4)
-    return counts
+    tried = [
+        _place(lengths, order, ring, ulysses, share, slack) for share in SHARES for slack in (0.0, SLACK)
+    ]
+    tried.sort(key=Placement.time)
+    for placement in tried[:2]:
+        _trade(placement)
+    best = min(tried[:2], key=Placement.time)
+    return best.finished() if best.is_level() else share_by_density(lengths, order, ring, ulysses)
 
 
 def _uncut(lengths: Sequence[int], order: list[int], num_ranks: int) -> Balance | None:
     """All sequences whole, if that levels tokens and cost: nothing would be sent at all."""
     mean_tokens = sum(lengths) / num_ranks
-    if lengths[order[0]] > TOKEN_TOLERANCE * mean_tokens:
+    if lengths[order[0]] > TOLERANCE * mean_tokens:
         return None
     whole: list[list[int]] = [[] for _ in range(num_ranks)]
     heap = [(0, rank) for rank in range(num_ranks)]
@@ -88,130 +68,138 @@ def _uncut(lengths: Sequence[int], order: list[int], num_ranks: int) -> Balance 
         heappush(heap, (tokens + lengths[i], rank))
     costs = [sum(causal_cost(lengths[i]) for i in items) for items in whole]
     ratio = max(costs) * num_ranks / sum(costs)
-    if max(tokens for tokens, _ in heap) > TOKEN_TOLERANCE * mean_tokens or ratio > COST_TOLERANCE:
+    if max(tokens for tokens, _ in heap) > TOLERANCE * mean_tokens or ratio > COST_TOLERANCE:
         return None
-    return Balance(tuple(tuple(sorted(items)) for items in whole), {}, (0,) * num_ranks, ratio)
+    return Balance(tuple(tuple(sorted(items)) for items in whole), {}, (0,) * num_ranks)
 
 
-def _place(lengths: Sequence[int], order: list[int], num_cut: int, ring: int, ulysses: int) -> Balance:
-    """Cut the `num_cut` longest, place the others whole, then share the cut ones out."""
+def _place(
+    lengths: Sequence[int], order: list[int], ring: int, ulysses: int, share: float, slack: float
+) -> Placement:
+    """Cut what costs more than a `share` of the mean, keep the others whole, fill up with what is left."""
     num_ranks = ring * ulysses
-    total = sum(lengths)
-    capacity = np.array([total // num_ranks + (rank < total % num_ranks) for rank in range(num_ranks)])
-    cut = order[:num_cut]
-    density = sum(causal_cost(lengths[i]) for i in cut) / sum(lengths[i] for i in cut)
-    tokens = np.zeros(num_ranks, dtype=np.int64)
-    costs = np.zeros(num_ranks)
-    whole: list[list[int]] = [[] for _ in range(num_ranks)]
-    groups = _Groups(ring, ulysses)
-    for i in order[num_cut:]:
-        rank = groups.pick(tokens + lengths[i] <= capacity)
-        if rank is None:
-            cut.append(i)
+    capacity = -(-sum(lengths) // num_ranks)
+    placement = Placement(lengths, ring, ulysses, capacity + int(slack * capacity))
+    limit = share * sum(map(causal_cost, lengths)) / num_ranks
+    left = []
+    for i in order:
+        if lengths[i] > placement.capacity or causal_cost(lengths[i]) > limit:
+            parts = max(causal_cost(lengths[i]) / limit, lengths[i] / placement.capacity) / ulysses
+            widths = _widths(placement, i, max(1, int(np.ceil(parts))))
+            if widths is not None:
+                placement.share(i, widths)
+                continue
+        elif (fits_RU := placement.places_for(i)).any():
+            placement.keep(i, int(np.where(fits_RU, placement.load_RU, np.inf).argmin()))
             continue
-        whole[rank].append(i)
-        tokens[rank] += lengths[i]
-        costs[rank] += causal_cost(lengths[i])
-        # A whole sequence takes the place of as many cut tokens: what it saves the rank is what must be
-        # level.
-        groups.add(rank, saved=lengths[i] * density - causal_cost(lengths[i]), cost=causal_cost(lengths[i]))
-    slices = capacity - tokens
-    target = sum(map(causal_cost, lengths)) / num_ranks
-    shares, shared_cost = _share_out(
-        lengths,
-        cut,
-        needed=slices.reshape(ring, ulysses).sum(1),
-        budget=target * ulysses - costs.reshape(ring, ulysses).sum(1),
-        slack=SLACK * target * ulysses,
-    )
-    costs += np.repeat(shared_cost / ulysses, ulysses)
+        left.append(i)
+    for i in left:
+        placement.share(i, _filling(placement, i))
     if ulysses == 1:  # a sequence shared with nobody is whole after all
-        for i in [i for i, widths in shares.items() if len(widths) == 1]:
-            (rank,) = shares.pop(i)
-            whole[rank].append(i)
-            slices[rank] -= lengths[i]
-    return Balance(
-        tuple(tuple(sorted(items)) for items in whole),
-        shares,
-        tuple(int(n) for n in slices),
-        float(costs.max() / target),
+        for i in [i for i, widths in placement.shares.items() if len(widths) == 1]:
+            _take_home(placement, i)
+    return placement
+
+
+def _widths(placement: Placement, sequence: int, parts: int) -> dict[int, int] | None:
+    """Near-equal parts of a sequence on the ring ranks that have least to do, as few as have room."""
+    length, room_R = placement.lengths[sequence], placement.room_R
+    by_load = placement.load_R.argsort(kind="stable")
+    for count in range(parts, len(room_R) + 1):
+        widths = _near_equal(length, count)
+        ranks = [int(r) for r in by_load if room_R[r] >= max(widths)][:count]
+        if len(ranks) == count:
+            return dict(zip(sorted(ranks), widths, strict=True))
+    return None
+
+
+def _near_equal(length: int, parts: int) -> list[int]:
+    """Parts that can be cut at multiples of ROUND, all but the outermost, if that leaves them near equal."""
+    if length < 4 * ROUND * parts or parts == 1:
+        return [(length + part) // parts for part in range(parts)]
+    units = length // ROUND
+    rounded = [(units + part) // parts * ROUND for part in range(parts)]
+    return [rounded[0] + length % ROUND, *rounded[1:]]
+
+
+def _filling(placement: Placement, sequence: int) -> dict[int, int]:
+    """Parts of a sequence where there is room, in one place if there is."""
+    widths: dict[int, int] = {}
+    needed, room_R = placement.lengths[sequence], placement.room_R
+    while needed:
+        fits_R = room_R >= needed
+        places = np.where(fits_R, -placement.load_R, -np.inf) if fits_R.any() else room_R
+        ring_rank = int(places.argmax())
+        width = min(int(room_R[ring_rank]), needed)
+        widths[ring_rank] = width
+        room_R[ring_rank] -= width
+        needed -= width
+    return widths
+
+
+def _take_home(placement: Placement, sequence: int) -> None:
+    (rank,) = placement.shares.pop(sequence)
+    length = placement.lengths[sequence]
+    placement.shared_R[rank] -= length
+    placement.shared_cost_R[rank] -= causal_cost(length)
+    placement.keep(sequence, rank)
+
+
+class _Offers(NamedTuple):
+    """Sets of up to two of a rank's whole sequences, with their tokens and costs."""
+
+    sets: list[tuple[int, ...]]
+    tokens: np.ndarray
+    costs: np.ndarray
+
+    @staticmethod
+    def of(placement: Placement, rank: int) -> _Offers:
+        lengths = placement.lengths
+        items = sorted(placement.whole[rank], key=lambda i: (-lengths[i], i))
+        if len(items) > TRADED:  # long and short ones alike
+            items = [items[i * len(items) // TRADED] for i in range(TRADED)]
+        sets = [offer for count in range(3) for offer in combinations(items, count)]
+        tokens = np.array([sum(lengths[i] for i in offer) for offer in sets])
+        costs = np.array([sum(causal_cost(lengths[i]) for i in offer) for offer in sets])
+        return _Offers(sets, tokens, costs)
+
+
+class _Trade(NamedTuple):
+    """What two ranks would give each other, and what the dearer of them would then cost."""
+
+    cost: float
+    other: int
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+def _trade(placement: Placement) -> None:
+    """Let the dearest rank trade up to two whole sequences for up to two of a cheaper one, while it helps."""
+    for _ in range(TRADES):
+        load = placement.load_RU.ravel()
+        rank = int(load.argmax())
+        trades = [_best_trade(placement, rank, int(other)) for other in load.argsort(kind="stable")[:TRADERS]]
+        best = min(trades)
+        if best.cost > (1 - WORTHWHILE) * load[rank]:
+            return
+        for source, target, items in ((rank, best.other, best.given), (best.other, rank, best.taken)):
+            for sequence in items:
+                placement.keep(sequence, source, times=-1)
+                placement.keep(sequence, target)
+
+
+def _best_trade(placement: Placement, rank: int, other: int) -> _Trade:
+    load, tokens = placement.load_RU.ravel(), placement.tokens_RU.ravel()
+    offered, wanted = _Offers.of(placement, rank), _Offers.of(placement, other)
+    more_tokens = wanted.tokens[None] - offered.tokens[:, None]
+    more_cost = wanted.costs[None] - offered.costs[:, None]
+    fits = (tokens[rank] + more_tokens <= placement.capacity) & (
+        tokens[other] - more_tokens <= placement.capacity
     )
-
-
-class _Groups:
-    """Picks the rank for a whole sequence: the ring rank that saved least, and in its group the cheapest
-    rank.
-    """
-
-    def __init__(self, ring: int, ulysses: int) -> None:
-        self.saved = np.zeros(ring)
-        self.cost = np.zeros((ring, ulysses))
-
-    def pick(self, fits: np.ndarray) -> int | None:
-        fits_RU = fits.reshape(self.cost.shape)
-        ring_fits = fits_RU.any(1)
-        if not ring_fits.any():
-            return None
-        ring_rank = int(np.where(ring_fits, self.saved, np.inf).argmin())
-        ulysses_rank = int(np.where(fits_RU[ring_rank], self.cost[ring_rank], np.inf).argmin())
-        return ring_rank * self.cost.shape[1] + ulysses_rank
-
-    def add(self, rank: int, saved: float, cost: int) -> None:
-        ring_rank, ulysses_rank = divmod(rank, self.cost.shape[1])
-        self.saved[ring_rank] += saved
-        self.cost[ring_rank, ulysses_rank] += cost
-
-
-def _share_out(
-    lengths: Sequence[int], cut: list[int], needed: np.ndarray, budget: np.ndarray, slack: float
-) -> tuple[dict[int, dict[int, int]], np.ndarray]:
-    """Give ring rank r `needed[r]` tokens of the cut sequences at a cost as near to `budget[r]` as mixing
-    allows.
-
-    Each rank draws from the densest and the sparsest sequence left, in the proportion that meets both its
-    numbers; the middling ones remain for the ranks after it, and most sequences end up on one or two ranks.
-    """
-    remaining = {i: lengths[i] for i in sorted(cut, key=lambda i: (-lengths[i], i))}
-    shares: dict[int, dict[int, int]] = {i: {} for i in cut}
-    costs = np.zeros(len(needed))
-
-    def take(ring_rank: int, i: int, count: int) -> None:
-        if count:
-            shares[i][ring_rank] = shares[i].get(ring_rank, 0) + count
-            remaining[i] -= count
-            costs[ring_rank] += count * (lengths[i] + 1) / 2
-        if not remaining[i]:
-            del remaining[i]
-
-    appetite = [b / n if n else 0.0 for b, n in zip(budget, needed, strict=True)]
-    for ring_rank in sorted(range(len(needed)), key=lambda r: (-appetite[r], r)):
-        tokens, cost = int(needed[ring_rank]), float(budget[ring_rank])
-        alone = [
-            i
-            for i, left in remaining.items()
-            if left >= tokens and abs(tokens * (lengths[i] + 1) / 2 - cost) <= slack
-        ]
-        if tokens and alone:
-            # One sequence will do: the fewer ranks share it, the larger its blocks and the fewer its
-            # messages.
-            take(ring_rank, min(alone, key=lambda i: (remaining[i], i)), tokens)
-            continue
-        while tokens > 0:
-            dense, sparse = next(iter(remaining)), next(reversed(remaining))
-            high, low = (lengths[dense] + 1) / 2, (lengths[sparse] + 1) / 2
-            wanted = tokens * (cost / tokens >= high) if high == low else (cost - low * tokens) / (high - low)
-            from_dense = min(max(round(wanted), 0), tokens)
-            from_sparse = tokens - from_dense
-            if dense == sparse:
-                from_dense, from_sparse = tokens, 0
-            elif from_dense > remaining[dense]:
-                from_dense, from_sparse = remaining[dense], 0
-            elif from_sparse > remaining[sparse]:
-                from_dense, from_sparse = 0, remaining[sparse]
-            take(ring_rank, dense, from_dense)
-            if from_sparse:
-                take(ring_rank, sparse, from_sparse)
-            tokens -= from_dense + from_sparse
-            cost -= from_dense * high + from_sparse * low
-    assert not remaining
-    return {i: widths for i, widths in shares.items() if widths}, costs
+    ulysses = placement.tokens_RU.shape[1]
+    if rank // ulysses != other // ulysses:
+        room_R = placement.room_R
+        fits &= (more_tokens <= room_R[rank // ulysses]) & (-more_tokens <= room_R[other // ulysses])
+    cost = np.where(fits, np.maximum(load[rank] + more_cost, load[other] - more_cost), np.inf)
+    give, take = divmod(int(cost.argmin()), len(wanted.sets))
+    return _Trade(float(cost[give, take]), other, offered.sets[give], wanted.sets[take])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .alignment import local_tokens
-from .balance import causal_cost
 from .pieces import POLICIES, Piece
+from .placement import causal_cost
 
 PADDING = -1
 """The index of a slot that holds no token."""

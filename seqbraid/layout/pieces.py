@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .alignment import align, sequence_multiple
-from .balance import Balance, balance
+from .balance import balance
+from .placement import Balance, mirrored
 
 
 class Piece(NamedTuple):
@@ -74,16 +75,9 @@ def cut_balanced(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
     plan: Balance = balance(lengths, ring, ulysses)
     shared: list[list[Piece]] = [[] for _ in range(ring)]
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    for sequence, widths in ((i, plan.shares[i]) for i in longest_first if i in plan.shares):
-        # The two chunks of a ring rank mirror each other, so their mean position is the middle of the
-        # sequence whatever their width: a rank's attention cost is proportional to its tokens.
-        low, high = 0, lengths[sequence]
-        for ring_rank, width in sorted(widths.items()):
-            left = width // 2
-            if left:
-                shared[ring_rank].append(Piece(sequence, low, low + left))
-            shared[ring_rank].append(Piece(sequence, high - (width - left), high))
-            low, high = low + left, high - (width - left)
+    for sequence in (i for i in longest_first if i in plan.shares):
+        for ring_rank, pieces in mirrored(lengths[sequence], plan.shares[sequence]).items():
+            shared[ring_rank] += [Piece(sequence, start, stop) for start, stop in pieces]
     slices = tuple(tuple(plan.slices[r * ulysses : (r + 1) * ulysses]) for r in range(ring))
     # Long ones first on every rank: those that get a kernel call of their own lie apart from those that share
     # one.

@@ -7,11 +7,14 @@ Rows of no block get out 0 and LSE −inf, and no gradient.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from .blocks import BlockPlan
+from .blocks import BlockPlan, num_rows
 from .merge import Rows, merge_rows
+from .streams import side_by_side
 
 
 def block_attention(
@@ -20,8 +23,9 @@ def block_attention(
     """Attention of every block; returns out `[T, H, D]` and its natural-log LSE `[H, T]`."""
     lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=wide_dtype(q_THD))
     outs = []
-    for group in plan.groups(q_THD, v_SGD):
-        out, lse = group.forward(q_THD, k_SGD, v_SGD, scale)
+    groups = plan.groups(q_THD, v_SGD)
+    results = side_by_side([partial(group.forward, q_THD, k_SGD, v_SGD, scale) for group in groups], q_THD)
+    for group, (out, lse) in zip(groups, results, strict=True):
         lse_HT[:, group.q_rows] = lse
         outs.append((group.q_rows, out))
     return _placed(outs, q_THD[..., : v_SGD.shape[2]]), lse_HT
@@ -37,8 +41,10 @@ def merge_block_attention(
     scale: float,
 ) -> None:
     """Add blocks over further keys to an out and LSE, in place; both should be float32 or wider."""
-    for group in plan.groups(q_THD, v_SGD):
-        merge_rows(out_THD, lse_HT, group.q_rows, *group.forward(q_THD, k_SGD, v_SGD, scale))
+    groups = plan.groups(q_THD, v_SGD)
+    results = side_by_side([partial(group.forward, q_THD, k_SGD, v_SGD, scale) for group in groups], q_THD)
+    for group, (out, lse) in zip(groups, results, strict=True):
+        merge_rows(out_THD, lse_HT, group.q_rows, out, lse)
 
 
 def block_attention_backward(
@@ -58,8 +64,10 @@ def block_attention_backward(
     `dq_THD` is given, the gradient of q is added to it in place.
     """
     dqs, dks, dvs = [], [], []
-    for group in plan.groups(q_THD, v_SGD):
-        dq, dk, dv = group.backward(dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
+    groups = plan.groups(q_THD, v_SGD)
+    tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
+    results = side_by_side([partial(group.backward, *tensors) for group in groups], q_THD)
+    for group, (dq, dk, dv) in zip(groups, results, strict=True):
         if dq_THD is None:
             dqs.append((group.q_rows, dq))
         else:
@@ -73,12 +81,11 @@ def block_attention_backward(
 
 def _placed(parts: list[tuple[Rows, Tensor]], like: Tensor) -> Tensor:
     """Parts of a tensor put to their rows, which no two of them share; rows of no part get 0."""
-    num_rows = len(like)
-    if len(parts) == 1 and _count(parts[0][0]) == num_rows:
+    if len(parts) == 1 and num_rows(parts[0][0]) == len(like):
         rows, part = parts[0]
         if isinstance(rows, slice):
             return part
-    covered = sum(_count(rows) for rows, _ in parts) == num_rows
+    covered = sum(num_rows(rows) for rows, _ in parts) == len(like)
     placed = like.new_empty(like.shape) if covered else like.new_zeros(like.shape)
     for rows, part in parts:
         placed[rows] = part
@@ -95,10 +102,6 @@ def _summed(parts: list[tuple[Rows, Tensor]], like: Tensor, plan: BlockPlan) -> 
     for rows, part in parts:
         _add_rows(total, rows, part)
     return total
-
-
-def _count(rows: Rows) -> int:
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def add_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:

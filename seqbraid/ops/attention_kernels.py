@@ -41,7 +41,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: flo
             q, k, v, None, True, 0.0, shape.causal, False, scale=scale
         )
         return out, lse.squeeze(-1)
-    return _math_forward(q, k, v, shape, scale)
+    return math_forward(q, k, v, shape, scale)
 
 
 def dense_backward(
@@ -63,7 +63,7 @@ def dense_backward(
             q.shape[2], k.shape[2], 0.0, shape.causal, scale=scale,
         )  # fmt: skip
         return dq, dk, dv
-    return _math_backward(dout, q, k, v, out, lse, shape, scale)
+    return math_backward(dout, q, k, v, out, lse, shape, scale)
 
 
 def uses_cudnn(q: Tensor, v: Tensor) -> bool:
@@ -124,16 +124,18 @@ def varlen_backward(
     return dq, dk, dv
 
 
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> tuple[Tensor, Tensor]:
+def math_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> tuple[Tensor, Tensor]:
+    """Out and LSE in plain maths, for what no kernel takes."""
     scores = _scores(q, k, shape, scale)
     lse = scores.logsumexp(-1)
     p = (scores - lse[..., None]).exp().nan_to_num(0.0)
     return (p @ _repeated(v, q).to(p.dtype)).to(v.dtype), lse
 
 
-def _math_backward(
+def math_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: DenseShape, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in plain maths."""
     p = (_scores(q, k, shape, scale) - lse[..., None]).exp().nan_to_num(0.0)
     wide = p.dtype
     delta = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)

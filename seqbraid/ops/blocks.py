@@ -29,14 +29,23 @@ from .attention_kernels import (
     varlen_backward,
     varlen_forward,
 )
+from .flash_impl import active_flash_impl
 from .merge import Rows
 
 ROUND = 512
-"""On a GPU, dense calls have sides that are multiples of this: cuDNN prepares every new shape for about 130
-ms (`benchmarks/ring_blocks.py`), and round shapes recur. A causal block is filled up, since its queries do
-not see what comes after them; the sides of others are as they are."""
+"""On a GPU, the keys of dense blocks that are not causal come in multiples of this, which is what `balanced`
+cuts long sequences at: cuDNN prepares every new shape for about 130 ms (`benchmarks/ring_blocks.py`), and
+round shapes recur."""
 
-ROUND_PAIRS, ANY_PAIRS = 2**22, 2**26
+
+def rounded(rows: int) -> int:
+    """The next of 16 to 32 sizes per doubling, so that shapes recur and little is computed in vain."""
+    grain = min(max(rows // 32, 128), ROUND)
+    grain = 1 << (grain.bit_length() - 1)
+    return -(-rows // grain) * grain
+
+
+ROUND_PAIRS, ANY_PAIRS = 2**21, 2**26
 """Blocks of one shape with at least this many query-key pairs get a dense call of their own, if round or of
 any shape; the others share one varlen call. Below ANY_PAIRS the layers of one step do not earn back what a
 new shape costs."""
@@ -73,11 +82,12 @@ class DenseGroup(NamedTuple):
     q_rows: Rows
     k_rows: Rows
     shape: DenseShape
-    fill: int = 0
-    """Rows of zeros behind each block, which make its shape round."""
+    is_round: bool = False
+    """Whether a single block is made longer, to a round shape, by the rows that happen to lie behind it: no
+    query that counts sees them, and what comes out for them is thrown away."""
 
     @staticmethod
-    def of(blocks: Sequence[Block], device: torch.device, fill: int = 0) -> DenseGroup:
+    def of(blocks: Sequence[Block], device: torch.device, is_round: bool = False) -> DenseGroup:
         queries, keys, causal, shift, window = blocks[0].shape
         mask = None
         if window is not None or (causal and shift):
@@ -91,7 +101,7 @@ class DenseGroup(NamedTuple):
             _rows([(block.q_start, block.q_stop) for block in blocks], device),
             _rows([(block.k_start, block.k_stop) for block in blocks], device),
             DenseShape(causal and mask is None, mask),
-            fill,
+            is_round,
         )
 
     def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -99,7 +109,8 @@ class DenseGroup(NamedTuple):
         q = self._stack(q_THD, self.q_rows)
         k, v = self._stack(k_SGD, self.k_rows), self._stack(v_SGD, self.k_rows)
         out, lse = dense_forward(q, k, v, self.shape, scale)
-        return self._unstack(out), lse[..., : lse.shape[-1] - self.fill].transpose(0, 1).flatten(1)
+        lse = lse[..., : self._num_rows(self.q_rows)]
+        return self._unstack(out, self.q_rows), lse.transpose(0, 1).flatten(1)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
@@ -108,17 +119,26 @@ class DenseGroup(NamedTuple):
         dout, q, out = (self._stack(x, self.q_rows) for x in (dout, q, out))
         k, v = self._stack(k, self.k_rows), self._stack(v, self.k_rows)
         lse = lse_HT[:, self.q_rows].unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
-        lse = F.pad(lse, (0, self.fill)).contiguous()
+        # A softmax over infinitely much is 0: queries that fill the block up have no gradient to give.
+        lse = F.pad(lse, (0, q.shape[2] - lse.shape[2]), value=torch.inf).contiguous()
         dq, dk, dv = dense_backward(dout, q, k, v, out, lse, self.shape, scale)
-        return self._unstack(dq), self._unstack(dk), self._unstack(dv)
+        return self._unstack(dq, self.q_rows), self._unstack(dk, self.k_rows), self._unstack(dv, self.k_rows)
+
+    def _num_rows(self, rows: Rows) -> int:
+        return num_rows(rows) // self.num_blocks
 
     def _stack(self, x_THD: Tensor, rows: Rows) -> Tensor:
         """`[T, H, D]` to `[B, H, rows, D]`."""
-        stacked: Tensor = x_THD[rows].unflatten(0, (self.num_blocks, -1))
-        return (F.pad(stacked, (0, 0, 0, 0, 0, self.fill)) if self.fill else stacked).transpose(1, 2)
+        if not self.is_round:
+            stacked: Tensor = x_THD[rows].unflatten(0, (self.num_blocks, -1))
+            return stacked.transpose(1, 2)
+        assert isinstance(rows, slice) and self.num_blocks == 1
+        filled = x_THD[rows.start : rows.start + rounded(rows.stop - rows.start)]
+        missing = rounded(rows.stop - rows.start) - len(filled)
+        return (F.pad(filled, (0, 0, 0, 0, 0, missing)) if missing else filled)[None].transpose(1, 2)
 
-    def _unstack(self, x_BHSD: Tensor) -> Tensor:
-        return x_BHSD[:, :, : x_BHSD.shape[2] - self.fill].transpose(1, 2).flatten(0, 1)
+    def _unstack(self, x_BHSD: Tensor, rows: Rows) -> Tensor:
+        return x_BHSD[:, :, : self._num_rows(rows)].transpose(1, 2).flatten(0, 1)
 
 
 class VarlenGroup(NamedTuple):
@@ -153,6 +173,11 @@ class VarlenGroup(NamedTuple):
         return varlen_backward(dout, q, k, v, out, lse, self.shape, scale)
 
 
+def num_rows(rows: Rows) -> int:
+    """How many rows are selected."""
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
 def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     if all(start == stop for (_, stop), (start, _) in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
@@ -176,7 +201,7 @@ class BlockPlan:
     """All blocks of one call; the layers of a step share one plan, and its rows are made once per device."""
 
     blocks: tuple[Block, ...]
-    _groups: dict[tuple[torch.device, bool], list[DenseGroup | VarlenGroup]] = field(
+    _groups: dict[tuple[torch.device, bool, str | None], list[DenseGroup | VarlenGroup]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -188,12 +213,15 @@ class BlockPlan:
 
     def groups(self, q_THD: Tensor, v_SGD: Tensor) -> list[DenseGroup | VarlenGroup]:
         """The kernel calls for these tensors."""
-        key = (q_THD.device, uses_varlen(q_THD, v_SGD))
+        varlen = uses_varlen(q_THD, v_SGD)
+        key = (q_THD.device, varlen, active_flash_impl(q_THD.device) if varlen else None)
         if key not in self._groups:
             self._groups[key] = self._grouped(*key)
         return self._groups[key]
 
-    def _grouped(self, device: torch.device, varlen: bool) -> list[DenseGroup | VarlenGroup]:
+    def _grouped(
+        self, device: torch.device, varlen: bool, flash_impl: str | None
+    ) -> list[DenseGroup | VarlenGroup]:
         by_shape: dict[tuple[int, int, bool, int, int | None], list[Block]] = {}
         for block in self.blocks:
             by_shape.setdefault(block.shape, []).append(block)
@@ -206,13 +234,15 @@ class BlockPlan:
             assert not causal or shift == keys - queries, (
                 "the varlen kernel aligns causal blocks at their ends"
             )
-            is_round = queries % ROUND == 0 and keys % ROUND == 0
-            if window is not None or shift:
+            # Queries behind the last one change nothing, and keys behind it are seen by none of a causal
+            # block.
+            can_fill = causal or keys % ROUND == 0
+            if window is not None or shift or flash_impl is not None:
                 short.setdefault((causal, window), []).extend(blocks)
-            elif is_round and len(blocks) * queries * keys >= ROUND_PAIRS:
+            elif can_fill and queries * keys >= ROUND_PAIRS:
+                groups += [DenseGroup.of([block], device, is_round=True) for block in blocks]
+            elif can_fill and queries % ROUND == 0 and len(blocks) * queries * keys >= ROUND_PAIRS:
                 groups.append(DenseGroup.of(blocks, device))
-            elif causal and queries * keys >= ROUND_PAIRS:
-                groups += [DenseGroup.of([block], device, fill=-queries % ROUND) for block in blocks]
             elif queries * keys >= ANY_PAIRS:
                 groups += [DenseGroup.of([block], device) for block in blocks]
             else:

@@ -10,12 +10,12 @@ from seqbraid.comm import Group
 from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
 from seqbraid.ops.attention_kernels import (
     DenseShape,
-    _math_backward,
-    _math_forward,
     dense_backward,
     dense_forward,
+    math_backward,
+    math_forward,
 )
-from seqbraid.ops.blocks import Block, BlockPlan, DenseGroup
+from seqbraid.ops.blocks import Block, BlockPlan, DenseGroup, rounded
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
 from tests.plain import plain_attention, relative
@@ -106,23 +106,35 @@ def test_plain_maths_is_the_kernel(causal: bool) -> None:
     """Where no kernel takes the tensors, plain maths does the same, its global out and LSE included."""
     q, k, v, dout = (torch.randn(2, h, 9, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
     shape = DenseShape(causal, None)
-    forward, plain_forward = dense_forward(q, k, v, shape, 0.3), _math_forward(q, k, v, shape, 0.3)
+    forward, plain_forward = dense_forward(q, k, v, shape, 0.3), math_forward(q, k, v, shape, 0.3)
     assert max(relative(a, b) for a, b in zip(plain_forward, forward, strict=True)) < 1e-13
     out, lse = forward[0] * 0.7, forward[1] + 0.2  # as if other keys had been seen as well
     backward = dense_backward(dout, q, k, v, out, lse, shape, 0.3)
-    plain_backward = _math_backward(dout, q, k, v, out, lse, shape, 0.3)
+    plain_backward = math_backward(dout, q, k, v, out, lse, shape, 0.3)
     assert max(relative(a, b) for a, b in zip(plain_backward, backward, strict=True)) < 1e-12
 
 
-def test_a_filled_causal_block_is_the_block() -> None:
-    """Rows of zeros behind a causal block, there to make its shape round, change nothing."""
-    q, k, v = (x.detach() for x in row(70, 4, 2, 8))
+@pytest.mark.parametrize("rows", [70, 300])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_made_round_is_the_block(rows: int, causal: bool) -> None:
+    """What lies behind a block and makes its shape round, other rows or none, changes nothing."""
+    q, k, v = (x.detach() for x in row(rows, 4, 2, 8))
     dout = torch.randn_like(q)
-    block, cpu = Block(3, 66, 3, 66, causal=True), torch.device("cpu")
-    plain_group, filled = DenseGroup.of([block], cpu), DenseGroup.of([block], cpu, fill=33)
+    keys = (3, 66) if causal else (0, 128)
+    if not causal:
+        k, v = (torch.randn(200, 2, 8, dtype=q.dtype) for _ in range(2))
+    block, cpu = Block(3, 66, *keys, causal=causal), torch.device("cpu")
+    plain_group, filled = DenseGroup.of([block], cpu), DenseGroup.of([block], cpu, is_round=True)
     forward, filled_forward = plain_group.forward(q, k, v, 0.3), filled.forward(q, k, v, 0.3)
     assert max(relative(a, b) for a, b in zip(filled_forward, forward, strict=True)) < 1e-13
     out, lse = block_attention(q, k, v, BlockPlan((block,)), 0.3)
     backward = plain_group.backward(dout, q, k, v, out, lse, 0.3)
     filled_backward = filled.backward(dout, q, k, v, out, lse, 0.3)
     assert max(relative(a, b) for a, b in zip(filled_backward, backward, strict=True)) < 1e-13
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 2048, 2049, 4097, 10653, 16385, 131072])
+def test_round_shapes_are_few_and_near(rows: int) -> None:
+    assert rows <= rounded(rows) < rows + max(128, rows / 16)
+    assert rounded(rounded(rows)) == rounded(rows)
+    assert len({rounded(n) for n in range(rows, 2 * rows)}) <= 33 + rows // 512

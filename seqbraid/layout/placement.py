@@ -1,0 +1,153 @@
+"""A placement in the making: which sequences a rank keeps whole, which it shares, and what that costs.
+
+Letters: R ring ranks, U Ulysses ranks of each. Costs are counted in query-key pairs of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+ROUND = 512
+"""Long sequences are cut at multiples of this, so that the blocks of a ring have round shapes, which the
+fastest kernels want."""
+
+CUT_TOKEN = 1500.0
+"""What a token of a cut sequence costs more: its keys and values travel, two kernels instead of one see it,
+and their outputs are merged in float32. `benchmarks/ring_blocks.py` on an H200: 110 to 190 ns a token, when
+11 pairs take a nanosecond."""
+
+SHARED_TOKEN = 500.0
+"""What a token costs more that changes hands inside a Ulysses group."""
+
+CUT_PIECE = 1e6
+"""What a piece of a cut sequence costs its rank more, however small: its own kernel calls and messages. Rows
+so small that this is much of their cost are led by their tokens instead."""
+
+LEVEL = 1.06
+"""How much more than the mean a rank may have to do."""
+
+LAYER_TOKEN = 26000.0
+"""What a token costs outside attention, in the layer of an 8 B model: the price of padding."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """A placement: `whole[rank]`, `shares[sequence][ring_rank]` in tokens, `slices[rank]` of the shared
+    tokens.
+    """
+
+    whole: tuple[tuple[int, ...], ...]
+    shares: dict[int, dict[int, int]]
+    slices: tuple[int, ...]
+
+
+def causal_cost(length: int) -> int:
+    """Query-key pairs of a causal sequence."""
+    return length * (length + 1) // 2
+
+
+def mirrored(length: int, widths: dict[int, int]) -> dict[int, list[tuple[int, int]]]:
+    """The pieces of each ring rank: two that mirror each other around the middle of the sequence.
+
+    Their mean position is the middle whatever their width, so a rank's attention cost is proportional to its
+    tokens. Where all widths but the outermost are multiples of ROUND, so are the cuts.
+    """
+    in_order = sorted(widths.items())
+    is_round = all(width % ROUND == 0 for width in (length - in_order[0][1], *(w for _, w in in_order[1:])))
+    grain = ROUND if is_round else 1
+    low, high, pieces = 0, length, {}
+    for ring_rank, width in in_order:
+        left = width // 2 // grain * grain
+        halves = [(low, low + left), (high - (width - left), high)]
+        pieces[ring_rank] = [(start, stop) for start, stop in halves if start < stop]
+        low, high = halves[0][1], halves[1][0]
+    return pieces
+
+
+class Placement:
+    """Ranks that fill up with sequences, none beyond `capacity` tokens."""
+
+    def __init__(self, lengths: Sequence[int], ring: int, ulysses: int, capacity: int) -> None:
+        self.lengths = lengths
+        self.capacity = capacity
+        self.whole: list[list[int]] = [[] for _ in range(ring * ulysses)]
+        self.shares: dict[int, dict[int, int]] = {}
+        self.tokens_RU = np.zeros((ring, ulysses), dtype=np.int64)
+        """Of whole sequences, as is the cost beside it."""
+        self.cost_RU = np.zeros((ring, ulysses))
+        self.shared_R = np.zeros(ring, dtype=np.int64)
+        self.shared_cost_R = np.zeros(ring)
+        mean = sum(map(causal_cost, lengths)) / (ring * ulysses)
+        self._piece_cost = min(CUT_PIECE, 0.03 * mean)
+
+    @property
+    def room_R(self) -> np.ndarray:
+        """Tokens that each Ulysses group still takes."""
+        taken_R: np.ndarray = self.shared_R + self.tokens_RU.sum(1)
+        return self.capacity * self.tokens_RU.shape[1] - taken_R
+
+    @property
+    def load_RU(self) -> np.ndarray:
+        """What each rank has to do by now."""
+        return self.cost_RU + (self.shared_cost_R / self.cost_RU.shape[1])[:, None]
+
+    @property
+    def load_R(self) -> np.ndarray:
+        """What each ring rank's group has to do by now."""
+        load_R: np.ndarray = self.cost_RU.sum(1) + self.shared_cost_R
+        return load_R
+
+    def keep(self, sequence: int, rank: int, times: int = 1) -> None:
+        """Let a sequence live whole on a rank; or, with `times=-1`, no longer."""
+        place = divmod(rank, self.tokens_RU.shape[1])
+        (self.whole[rank].append if times > 0 else self.whole[rank].remove)(sequence)
+        self.tokens_RU[place] += times * self.lengths[sequence]
+        self.cost_RU[place] += times * causal_cost(self.lengths[sequence])
+
+    def share(self, sequence: int, widths: dict[int, int]) -> None:
+        """Cut a sequence over ring ranks, whose Ulysses groups share their parts."""
+        token_cost = CUT_TOKEN if len(widths) > 1 else SHARED_TOKEN
+        for ring_rank, pieces in mirrored(self.lengths[sequence], widths).items():
+            pairs = sum(causal_cost(stop) - causal_cost(start) for start, stop in pieces)
+            extra = token_cost * widths[ring_rank] + self._piece_cost * self.cost_RU.shape[1]
+            self.shared_R[ring_rank] += widths[ring_rank]
+            self.shared_cost_R[ring_rank] += pairs + extra
+        self.shares[sequence] = widths
+
+    def places_for(self, sequence: int) -> np.ndarray:
+        """Per rank, whether it has room for a whole sequence."""
+        length = self.lengths[sequence]
+        return (self.tokens_RU + length <= self.capacity) & (self.room_R >= length)[:, None]
+
+    def is_level(self) -> bool:
+        """Whether no rank has much more to do than the mean."""
+        load_RU = self.load_RU
+        return bool(load_RU.max() <= LEVEL * load_RU.mean())
+
+    def time(self) -> float:
+        """An estimate of the slowest rank's layer."""
+        tokens = max(int((self.tokens_RU[r] + slices).max()) for r, slices in enumerate(self._slices()))
+        return float(self.load_RU.max() + LAYER_TOKEN * tokens)
+
+    def finished(self) -> Balance:
+        """The placement as it stands."""
+        slices = tuple(int(n) for slices in self._slices() for n in slices)
+        return Balance(tuple(tuple(sorted(items)) for items in self.whole), self.shares, slices)
+
+    def _slices(self) -> list[np.ndarray]:
+        return [_level(tokens, int(n)) for tokens, n in zip(self.tokens_RU, self.shared_R, strict=True)]
+
+
+def _level(tokens_U: np.ndarray, shared: int) -> np.ndarray:
+    """Slices of the shared tokens that level the ranks of a group as far as they go."""
+    low, high = int(tokens_U.min()), int(tokens_U.max()) + shared
+    while low < high:  # the highest level that the shared tokens fill
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if (middle - tokens_U).clip(0).sum() <= shared else (low, middle - 1)
+    slices: np.ndarray = (low - tokens_U).clip(0)
+    rest = shared - int(slices.sum())
+    slices[np.flatnonzero(tokens_U + slices == low)[:rest]] += 1
+    return slices
