@@ -29,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     layout.add_argument("--pad-to", type=int, help="physical tokens of the whole row")
     layout.add_argument("--fp8", action="store_true", help="round a rank's tokens to 16 as well")
     layout.add_argument("--svg", type=Path, metavar="FILE", help="draw the placement into this file")
+    layout.add_argument(
+        "--model",
+        help="a tiny family (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers "
+        "send",
+    )
     layout.set_defaults(run=_layout)
 
     verify = commands.add_parser(
@@ -79,7 +84,7 @@ def _lengths(text: str) -> list[int]:
 
 
 def _layout(args: argparse.Namespace) -> int:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from .layout import SequenceLayout
     from .layout.render import layout_svg, layout_table
@@ -87,7 +92,12 @@ def _layout(args: argparse.Namespace) -> int:
     layout = SequenceLayout(
         args.lengths, args.ring, args.ulysses, args.policy, args.multiple_of, args.pad_to, args.fp8
     )
-    Console().print(layout_table(layout))
+    shown: list[RenderableType] = [layout_table(layout)]
+    if args.model:
+        from .verify.exchange import exchange_report  # imports transformers, which takes a while
+
+        shown.append(exchange_report(layout, args.model))
+    Console().print(*shown)
     if args.svg:
         args.svg.write_text(layout_svg(layout), encoding="utf-8")
         print(f"wrote {args.svg}")

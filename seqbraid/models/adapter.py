@@ -54,11 +54,6 @@ class TextAdapter:
         """What the mesh asks of the model, said before any rank talks to another."""
         heads = self.config.num_attention_heads
         HeadPlan(heads, getattr(self.config, "num_key_value_heads", None) or heads, mesh.ulysses)
-        if self.gated_delta and mesh.sequence_size > 1:
-            raise ValueError(
-                f"{self.name} has gated-delta layers, which do not run with ring={mesh.ring} × "
-                f"ulysses={mesh.ulysses} yet; use dp_shard for them"
-            )
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""

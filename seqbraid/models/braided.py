@@ -129,7 +129,8 @@ class BraidedModel(nn.Module):
         return bool(getattr(self._adapter.config, "output_router_logits", False))
 
     def _hidden(self, batch: PackedBatch, with_router: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        context = StepContext(batch.layout, batch.rank, self.groups["ring"], self.groups["ulysses"])
+        ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
+        context = StepContext(batch.layout, batch.rank, ring, ulysses, sequence)
         return self._adapter.hidden(batch.input_ids, batch.positions, context, with_router)
 
     def _agree(self, batch: PackedBatch, label_tokens: int | None) -> int:

@@ -7,16 +7,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.conv import causal_conv
-from ..ops.gated_delta import gated_delta_rule
 from ..sequence_parallel.context import StepContext
+from ..sequence_parallel.gated_delta import gated_delta_mixing
+from ..sequence_parallel.gated_delta_layer import GatedDeltaLayer
 
 COMMON = (
     "conv1d", "A_log", "dt_bias", "norm", "out_proj", "activation", "layer_idx",
-    "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "key_dim", "value_dim",
+    "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "value_dim",
 )  # fmt: skip
 """What every gated-delta module we know has, whatever its family calls its projections."""
 
@@ -63,22 +62,18 @@ def _forward(
     project = _projection(module)
     assert project is not None
     mixed_qkv, z, b, a = project(module, hidden_states[0])
-    cu = braid.cu_segments
-    mixed_qkv = causal_conv(
-        mixed_qkv, module.conv1d.weight.squeeze(1), module.conv1d.bias, cu, activation=module.activation
+    layer = GatedDeltaLayer(
+        conv_weight_CW=module.conv1d.weight.squeeze(1),
+        conv_bias_C=module.conv1d.bias,
+        activation=module.activation,
+        A_log_H=module.A_log,
+        dt_bias_H=module.dt_bias,
+        num_key_heads=module.num_k_heads,
+        num_value_heads=module.num_v_heads,
+        key_dim=module.head_k_dim,
+        value_dim=module.head_v_dim,
     )
-    q, k, v = mixed_qkv.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-    # Decay in float32 at least: in 16 bits exp(A_log) may overflow.
-    wide = torch.promote_types(a.dtype, torch.float32)
-    g_TH = -module.A_log.to(wide).exp() * F.softplus(a.to(wide) + module.dt_bias)
-    out_THV, _ = gated_delta_rule(
-        q.unflatten(-1, (module.num_k_heads, -1)),
-        k.unflatten(-1, (module.num_k_heads, -1)),
-        v.unflatten(-1, (module.num_v_heads, -1)),
-        g_TH,
-        b.sigmoid(),
-        cu,
-    )
+    out_THV = gated_delta_mixing(mixed_qkv, b, a, layer, braid)
     normed = module.norm(out_THV.flatten(0, 1), z.reshape(-1, module.head_v_dim))
     braid.record(int(module.layer_idx))
     out: Tensor = module.out_proj(normed.view(1, braid.num_local_tokens, module.value_dim))

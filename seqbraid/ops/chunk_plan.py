@@ -48,11 +48,17 @@ class ChunkPlan:
 
     @staticmethod
     @lru_cache(maxsize=16)
-    def of(cu: tuple[int, ...], chunk_size: int, tile_chunks: int, device: torch.device) -> ChunkPlan:
-        """The plan for these boundaries with about `tile_chunks` chunks a tile, shared by all layers."""
-        cu_N = torch.tensor(cu, dtype=torch.long)
-        chain_N, order_N = ((cu_N.diff() + chunk_size - 1) // chunk_size).sort(descending=True, stable=True)
-        start_N, stop_N = cu_N[order_N], cu_N[order_N + 1]
+    def of(
+        segments: tuple[tuple[int, int], ...], chunk_size: int, tile_chunks: int, device: torch.device
+    ) -> ChunkPlan:
+        """The plan for these (start, stop) rows with about `tile_chunks` chunks a tile, shared by all layers.
+
+        The segments need not lie side by side.
+        """
+        start_N, stop_N = torch.tensor(segments, dtype=torch.long).view(-1, 2).unbind(1)
+        chunks_N = (stop_N - start_N + chunk_size - 1) // chunk_size
+        chain_N, order_N = chunks_N.sort(descending=True, stable=True)
+        start_N, stop_N = start_N[order_N], stop_N[order_N]
         chains = chain_N.tolist()
         tiles, first = [], 0
         while first < len(chains) and chains[first] > 0:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import torch
+
 from ..comm.group import Group
 from ..layout import SequenceLayout
 from ..ops.blocks import BlockPlan
+from .chain import ChainPlan
 from .ring_plan import RingPlan
 
 
@@ -24,11 +27,16 @@ class StepContext:
     rank: int
     ring: Group = field(default_factory=Group)
     ulysses: Group = field(default_factory=Group)
+    sequence: Group = field(default_factory=Group)
+    """All ranks that share the row, ring × ulysses, in the layout's order."""
+    gated_delta: str = "auto"
+    """How gated-delta layers talk: by `states`, by `heads`, or `auto`."""
     mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""
     _plans: dict[tuple[int | None, bool, bool], RingPlan] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _chain_plans: dict[torch.device, ChainPlan] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_local_tokens(self) -> int:
@@ -57,13 +65,11 @@ class StepContext:
                 )
         return self._plans[key]
 
-    @property
-    def cu_segments(self) -> tuple[int, ...]:
-        """Boundaries of this rank's segments, which lie side by side; padding lies behind the last."""
-        segments = self.layout.segments(self.rank)
-        ends = [s.offset + s.num_tokens for s in segments]
-        assert [s.offset for s in segments] == [0, *ends[:-1]], "segments with gaps between them"
-        return (0, *ends)
+    def chain_plan(self, device: torch.device) -> ChainPlan:
+        """What this rank's segments tell and hear in gated-delta layers on a device."""
+        if device not in self._chain_plans:
+            self._chain_plans[device] = ChainPlan.of(self.layout, self.rank, device)
+        return self._chain_plans[device]
 
     def record(self, layer: int) -> None:
         """Note that a layer mixed its tokens by our rules."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.all_to_all import all_to_all
 from ..comm.group import Group
 
 
@@ -62,25 +62,6 @@ class HeadPlan:
         return used
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, name: str
-    ) -> Tensor:
-        ctx.send, ctx.receive, ctx.group, ctx.name = send, receive, group, name
-        return group.all_to_all(x, send, receive, name)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx = ctx.group.all_to_all(dy, ctx.receive, ctx.send, ctx.name + " gradient")
-        return dx, None, None, None, None
-
-
-def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    out: Tensor = _AllToAll.apply(x, send, receive, group, "ulysses")  # type: ignore[no-untyped-call]
-    return out
-
-
 def heads_for_tokens(
     q_nHD: Tensor, k_nGD: Tensor, v_nGD: Tensor, tokens: Sequence[int], plan: HeadPlan, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -99,11 +80,12 @@ def heads_for_tokens(
     mine = plan.kv_heads(group.rank)
     num_kv, num_heads = mine.stop - mine.start, plan.num_heads // plan.size
     widths = [num_heads * q_nHD.shape[2], num_kv * k_nGD.shape[2], num_kv * v_nGD.shape[2]]
-    received = _all_to_all(
+    received = all_to_all(
         torch.cat([part.flatten() for part in parts]),
         [part.numel() for part in parts],
         [count * sum(widths) for count in tokens],
         group,
+        "ulysses",
     )
     # Token by token in rank order: the row of the group, as it is.
     q, k, v = received.view(-1, sum(widths)).split(widths, dim=1)
@@ -117,15 +99,15 @@ def _kv_for(x_nGD: Tensor, plan: HeadPlan, rank: int) -> Tensor:
     return x_nGD[:, plan.kv_heads(rank)]
 
 
-def tokens_for_heads(out_NHD: Tensor, tokens: Sequence[int], group: Group) -> Tensor:
+def tokens_for_heads(out_NHD: Tensor, tokens: Sequence[int], group: Group, name: str = "ulysses") -> Tensor:
     """Undo the exchange for the outputs: all heads of our own tokens."""
     if group.size == 1:
         return out_NHD
     num_heads, size = out_NHD.shape[1:]
     width = num_heads * size
     own = tokens[group.rank]
-    received = _all_to_all(
-        out_NHD.flatten(), [count * width for count in tokens], [own * width] * group.size, group
+    received = all_to_all(
+        out_NHD.flatten(), [count * width for count in tokens], [own * width] * group.size, group, name
     )
     # From each rank its heads of our tokens: [u, n, H/u, D] to [n, H, D].
     return received.view(group.size, own, num_heads, size).transpose(0, 1).flatten(1, 2)

@@ -16,12 +16,13 @@ from unittest.mock import patch
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from ..comm.rows import RowPlan, exchange_rows
 from ..data import pack as pack_module
 from ..models import attention as attention_module
 from ..models import batch as batch_module
 from ..models import braided as braided_module
-from ..models import gated_delta as gated_delta_module
 from ..ops import attention as attention_ops
+from ..sequence_parallel import gated_delta as gated_delta_module
 from ..sequence_parallel import ring as ring_module
 from ..sequence_parallel import ulysses as ulysses_module
 
@@ -116,7 +117,7 @@ def _attention_changed(**changes: Any) -> AbstractContextManager[Any]:
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("positions not reset", _positions_not_reset, "gpt2"),
     Mutant("conv boundary ignored", lambda: _boundaries_ignored("causal_conv", 3), "qwen3_5"),
-    Mutant("state not reset", lambda: _boundaries_ignored("gated_delta_rule", 5), "qwen3_5"),
+    Mutant("state not reset", lambda: _boundaries_ignored("GatedDeltaCall", 5), "qwen3_5"),
     Mutant("targets shifted across samples", _targets_shifted_across_samples, "llama"),
     Mutant("padding counted in the divisor", _padding_counted, "llama"),
     Mutant("padding counted by the router", _padding_routed, "qwen3_moe"),
@@ -184,6 +185,64 @@ def _sliced_twice() -> AbstractContextManager[Any]:
     return patch.object(batch_module.Row, "split", wrong)
 
 
+def _transition_left_out() -> AbstractContextManager[Any]:
+    """Segments hand states on as if they changed nothing in them."""
+    right = gated_delta_module._scan
+    return patch.object(
+        gated_delta_module,
+        "_scan",
+        lambda M, S0, scan: right(torch.eye(M.shape[-1], dtype=M.dtype).expand_as(M), S0, scan),
+    )
+
+
+def _states_in_bf16() -> AbstractContextManager[Any]:
+    right = gated_delta_module._exchange
+
+    def wrong(M: Any, S0: Any, *rest: Any) -> Any:
+        return right(*(x.bfloat16().to(x.dtype) for x in (M, S0)), *rest)
+
+    return patch.object(gated_delta_module, "_exchange", wrong)
+
+
+def _scan_in_rank_order() -> AbstractContextManager[Any]:
+    """States are composed as they arrive, which is the order of the sequence only for contiguous cuts."""
+    right = gated_delta_module._scan
+
+    def wrong(M: Any, S0: Any, scan: Any) -> Any:
+        return right(M, S0, replace(scan, S0_order=torch.arange(len(S0)), M_order=torch.arange(len(M))))
+
+    return patch.object(gated_delta_module, "_scan", wrong)
+
+
+def _halo_of_the_neighbour() -> AbstractContextManager[Any]:
+    """What precedes a segment is taken to be the end of the shard of the rank before."""
+
+    def wrong(mixed: Any, width: int, plan: Any, group: Any) -> Any:
+        size, count = group.size, width - 1
+        neighbours = RowPlan(
+            rows=torch.arange(len(mixed) - count, len(mixed)),
+            send=[count * (peer == (group.rank + 1) % size) for peer in range(size)],
+            receive=[count * (peer == (group.rank - 1) % size) for peer in range(size)],
+            is_local=False,
+        )
+        num_segments = len(plan.cu) - 1
+        has_halo = torch.zeros(num_segments * count, dtype=mixed.dtype)
+        has_halo[plan.halo(width).places] = 1
+        arrived = exchange_rows(mixed, neighbours, group, "gated delta halo")
+        return arrived.expand(num_segments, -1, -1) * has_halo.view(num_segments, count, 1)
+
+    return patch.object(gated_delta_module, "_halo", wrong)
+
+
+def _state_gradient_dropped() -> AbstractContextManager[Any]:
+    right = gated_delta_module._of_all
+
+    def wrong(entering: Any, scan: Any, plan: Any) -> Any:
+        return None if scan is plan.backward else right(entering, scan, plan)
+
+    return patch.object(gated_delta_module, "_of_all", wrong)
+
+
 def stale_context() -> AbstractContextManager[Any]:
     """A process-wide context: whoever computes, and computes again, takes the one that was made last."""
     latest: list[Any] = []
@@ -210,5 +269,10 @@ RANK_MUTANTS: tuple[Mutant, ...] = (
     Mutant("loss multiplied by the group size", _loss_times_group_size, "llama", ring=2),
     Mutant("FSDP averages", _gradients_averaged, "llama", ring=2),
     Mutant("sliced twice", _sliced_twice, "llama", ring=2),
+    Mutant("M left out", _transition_left_out, "qwen3_5", ring=2),
+    Mutant("states in bf16", _states_in_bf16, "qwen3_5", ring=4),
+    Mutant("states scanned in rank order", _scan_in_rank_order, "qwen3_5", ring=4),
+    Mutant("halo from the neighbour rank", _halo_of_the_neighbour, "qwen3_5", ring=4),
+    Mutant("state gradient not returned", _state_gradient_dropped, "qwen3_5", ring=2),
 )
 """Defects that only several ranks can have."""

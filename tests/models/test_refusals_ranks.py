@@ -63,10 +63,6 @@ def batch_of_another_mesh() -> None:
     model(sb.pack(random_samples([20, 30], 97), model.model.config, Mesh(rank=0, world_size=1)))
 
 
-def gated_delta_under_ring() -> None:
-    sb.parallelize(tiny_model("qwen3_5"), Mesh(ring=2))
-
-
 def window_under_ring() -> None:
     mesh = Mesh(ring=2)
     model = sb.parallelize(tiny_model("gemma3"), mesh)
@@ -86,7 +82,6 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (other_weights_on_one_rank, 2, "weights on ranks [1] differ"),
     (too_small_a_divisor, 2, "label_tokens=25 is less than the 39"),
     (batch_of_another_mesh, 2, "pass the model's mesh to pack"),
-    (gated_delta_under_ring, 2, "gated-delta layers"),
     (window_under_ring, 2, "use ulysses instead of ring"),
     (an_axis_to_come, 2, "tp=2 is not supported yet"),
 ]

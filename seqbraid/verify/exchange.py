@@ -1,0 +1,91 @@
+"""What `seqbraid layout --model` says: which exchange a model's gated-delta layers take on a row, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoConfig
+
+from ..layout import SequenceLayout
+from ..sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
+from .tiny import FAMILIES, tiny_config
+
+LABELS = {"states": "state passing", "heads": "head all-to-all"}
+
+
+def load_config(name: str) -> Any:
+    """The config of a tiny family, or of a checkpoint in a folder; no weights are read."""
+    if name in FAMILIES:
+        return tiny_config(name)
+    if not (Path(name) / "config.json").is_file():
+        raise ValueError(
+            f"--model {name!r} is neither a tiny family ({', '.join(FAMILIES)}) nor a folder with a "
+            "config.json"
+        )
+    return AutoConfig.from_pretrained(name)
+
+
+def head_sizes(config: Any) -> HeadSizes | None:
+    """The heads of a text config's gated-delta layers; None where it has no such layer."""
+    if "linear_attention" not in (getattr(config, "layer_types", None) or ()):
+        return None
+    if not hasattr(config, "linear_num_key_heads"):  # linear attention of another kind
+        return None
+    return HeadSizes(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )
+
+
+def exchange_report(layout: SequenceLayout, name: str) -> Group:
+    """The bytes that each rank sends in one gated-delta layer's forward, by both methods, and which is
+    taken.
+    """
+    config = load_config(name)
+    text = config.get_text_config()
+    sizes = head_sizes(text)
+    if sizes is None:
+        return Group(Text(f"{name} has no gated-delta layers: there is no exchange to choose"))
+    dtype = text.dtype or config.dtype or torch.bfloat16
+    taken = choose(layout, sizes, dtype.itemsize)
+    sent = {"states": states_bytes(layout, sizes, dtype.itemsize)}
+    refusal = ""
+    try:
+        sent["heads"] = heads_bytes(layout, sizes, dtype.itemsize)
+    except ValueError as error:
+        refusal = str(error)
+
+    num_layers = text.layer_types.count("linear_attention")
+    title = (
+        f"{name}: bytes a rank sends in one layer's forward\n"
+        f"{num_layers} gated-delta layers · {sizes.num_key_heads} × {sizes.key_dim} keys, "
+        f"{sizes.num_value_heads} × {sizes.value_dim} values · {str(dtype).removeprefix('torch.')}"
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("rank", justify="right")
+    for method, label in LABELS.items():
+        table.add_column(label, justify="right", style="bold" if method == taken else "")
+    for rank in range(layout.num_ranks):
+        cells = (f"{sent[method][rank]:,}" if method in sent else "–" for method in LABELS)
+        table.add_row(str(rank), *cells)
+    reason = _reason(sent, taken, refusal)
+    return Group(Text(title, style="italic"), table, Text(f"{LABELS[taken]} is taken: {reason}"))
+
+
+def _reason(sent: dict[str, list[int]], taken: str, refusal: str) -> str:
+    if not any(sent["states"]):
+        return "no sequence is split, so nothing is sent"
+    if refusal:
+        return refusal
+    other = "heads" if taken == "states" else "states"
+    return (
+        f"its busiest rank sends {max(sent[taken]):,} bytes, against {max(sent[other]):,} by {LABELS[other]}"
+    )
