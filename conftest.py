@@ -9,7 +9,8 @@ import seqbraid
 
 torch.set_num_threads(1)
 
-collect_ignore = ["seqbraid/ops/merge_triton.py"]  # has no example, and needs Triton to be imported
+# They have no examples, and need Triton to be imported.
+collect_ignore = ["seqbraid/ops/merge_triton.py", "seqbraid/ops/gated_delta_triton.py"]
 
 
 @pytest.fixture(autouse=True)

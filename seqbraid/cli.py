@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for axis in ("ring", "ulysses", "dp_shard"):
         flag = "--" + axis.replace("_", "-")
         verify.add_argument(flag, type=int, default=1, help=f"ranks on the {axis} axis, under torchrun")
+    verify.add_argument(
+        "--gated-delta", default="auto", help="how gated-delta layers talk: auto, states or heads"
+    )
     verify.add_argument("--seed", type=int, default=0)
     verify.add_argument(
         "--json", type=Path, metavar="FILE", help="write every error and floor into this file"
@@ -111,7 +114,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     mesh = Mesh(ring=args.ring, ulysses=args.ulysses, dp_shard=args.dp_shard)
     model = load_model(args.model, args.seed)
-    parity = verify_model(model, args.model, args.lengths, args.policy, args.seed, mesh)
+    parity = verify_model(model, args.model, args.lengths, args.policy, args.seed, mesh, args.gated_delta)
     result = parity.to_json()
     holds = parity.holds
     caught = {}

@@ -67,6 +67,7 @@ def test_verify_writes_every_error(capsys: pytest.CaptureFixture[str], tmp_path:
         (["layout", "--lengths", "9", "--policy", "spiral"], "balanced, contiguous, zigzag"),
         (["layout", "--lengths", "9", "--model", "no_such"], "nor a folder with a config.json"),
         (["verify", "--model", "no_such"], "neither a tiny family"),
+        (["verify", "--model", "qwen3_5", "--gated-delta", "guess"], "use one of 'auto', 'states', 'heads'"),
     ],
 )
 def test_bad_arguments_are_told_without_a_traceback(
@@ -88,7 +89,8 @@ def test_verify_under_torchrun(tmp_path: Path) -> None:
         "-m",
         "seqbraid",
     ]
-    command += ["verify", "--model", "llama", "--ring", "2", "--lengths", "40,7,130", "--json", str(out)]
+    command += ["verify", "--model", "qwen3_5", "--ring", "2", "--gated-delta", "heads"]
+    command += ["--lengths", "40,7,130", "--json", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, timeout=120, env=environment, capture_output=True)
     assert json.loads(out.read_text())["holds"]

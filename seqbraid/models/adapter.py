@@ -15,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..mesh import Mesh
 from ..sequence_parallel.context import StepContext
+from ..sequence_parallel.gated_delta_bytes import CHOICES
+from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
 from ..sequence_parallel.ulysses import HeadPlan
 from . import attention
 from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
@@ -45,15 +47,21 @@ class TextAdapter:
         self.head = _head(model)
         self.decoder = _decoder(model)
         self.decoder_layers = _layers(self.decoder, self.config.num_hidden_layers)
-        self.gated_delta = [m for m in self.decoder.modules() if is_gated_delta(m)]
+        self.gated_delta: list[Any] = [m for m in self.decoder.modules() if is_gated_delta(m)]
         self._check_config()
         self._check_mixers()
         _check_head(model, self.decoder, self.head)
 
-    def check_mesh(self, mesh: Mesh) -> None:
+    def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
         """What the mesh asks of the model, said before any rank talks to another."""
         heads = self.config.num_attention_heads
         HeadPlan(heads, getattr(self.config, "num_key_value_heads", None) or heads, mesh.ulysses)
+        if gated_delta not in CHOICES:
+            choices = ", ".join(repr(choice) for choice in CHOICES)
+            raise ValueError(f"gated_delta={gated_delta!r} is unknown; use one of {choices}")
+        if gated_delta == "heads":
+            for module in self.gated_delta:
+                GatedDeltaHeads(module.num_k_heads, module.num_v_heads, mesh.sequence_size)
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""

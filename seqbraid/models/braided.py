@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,13 @@ class BraidedModel(nn.Module):
     The stock model is kept as it is: without a packed batch it behaves as before, `generate` included.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: Mesh) -> None:
+    def __init__(self, model: PreTrainedModel, mesh: Mesh, gated_delta: str = "auto") -> None:
         super().__init__()
         self.model = model
         self.mesh = mesh
+        self.gated_delta = gated_delta
         self._adapter = TextAdapter(model)
-        self._adapter.check_mesh(mesh)
+        self._adapter.check_mesh(mesh, gated_delta)
         self.groups = {
             axis: Group.of(mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence", "loss")
         }
@@ -130,7 +132,7 @@ class BraidedModel(nn.Module):
 
     def _hidden(self, batch: PackedBatch, with_router: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
-        context = StepContext(batch.layout, batch.rank, ring, ulysses, sequence)
+        context = StepContext(batch.layout, batch.rank, ring, ulysses, sequence, self.gated_delta)
         return self._adapter.hidden(batch.input_ids, batch.positions, context, with_router)
 
     def _agree(self, batch: PackedBatch, label_tokens: int | None) -> int:
@@ -143,15 +145,17 @@ class BraidedModel(nn.Module):
         except ValueError as problem:
             error = problem
         mesh = self.mesh
-        own = [mesh.data_rank, mesh.sequence_rank, batch.fingerprint, batch.label_tokens]
+        # Ranks that exchange by different methods would wait for each other.
+        fingerprint = zlib.crc32(self.gated_delta.encode(), batch.fingerprint)
+        own = [mesh.data_rank, mesh.sequence_rank, fingerprint, batch.label_tokens]
         found = agree(mesh.cpu_group, error, own)
         leaders = {data: rank for rank, (data, sequence, _, _) in enumerate(found) if sequence == 0}
         for rank, (data, _, fingerprint, _) in enumerate(found):
             if fingerprint != found[leaders[data]][2]:
                 raise ValueError(
-                    f"ranks {leaders[data]} and {rank} share a row but packed different samples (or with "
-                    "other "
-                    "settings); give every rank of a sequence group the same samples, by mesh.data_rank"
+                    f"ranks {leaders[data]} and {rank} share a row but packed different samples, or with "
+                    "other settings, or differ in gated_delta; give every rank of a sequence group the same "
+                    "samples, by mesh.data_rank, and the same settings"
                 )
         labels = sum(count for _, sequence, _, count in found if sequence == 0)
         if label_tokens is not None and label_tokens < labels:

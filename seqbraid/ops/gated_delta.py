@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .boundaries import Boundaries, as_boundaries
+from .fla_status import fla_status
 from .gated_delta_chunks import Chunking, Chunks, chain, chain_backward, tile_backward
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -40,13 +41,33 @@ class RuleOptions(NamedTuple):
 DEFAULTS = RuleOptions()
 
 
-class GatedDeltaCall:
+class RuleCall(Protocol):
     """The rule on given rows, in the four parts that a caller with an autograd of its own puts together.
 
     A backward makes its own call of the same inputs, and hands it what the forward's left in `kept`. Segments
     are named by their place in `cu_seqlens`. States are float64 when v is, else float32; an initial or final
     state's gradient that is None is zero.
     """
+
+    kept: tuple[Tensor, ...]
+
+    def summaries(self, segments: Sequence[int], with_transition: bool) -> tuple[Tensor | None, Tensor]:
+        """M [n, H, K, K] (None unless it is wanted) and S0 [n, H, K, V] of some segments."""
+
+    def forward(self, initial_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The outputs [T, H, V] in v's dtype, 0 outside all segments, and the final states [N, H, K, V]."""
+
+    def entering_gradients(self, dout_THV: Tensor, segments: Sequence[int]) -> Tensor:
+        """dS_in [n, H, K, V] of some segments where their final states have no gradient."""
+
+    def backward(
+        self, dout_THV: Tensor, initial_NHKV: Tensor | None, dfinal_NHKV: Tensor | None
+    ) -> Gradients:
+        """Gradients of the inputs and of the initial states, from those of the outputs and final states."""
+
+
+class GatedDeltaCall:
+    """A `RuleCall` in torch, on any device."""
 
     def __init__(
         self,
@@ -58,8 +79,8 @@ class GatedDeltaCall:
         cu_seqlens: Boundaries,
         options: RuleOptions = DEFAULTS,
         kept: Sequence[Tensor] = (),
+        opened: Sequence[int] = (),
     ) -> None:
-        _check_shapes(q_THK, k_THK, v_THV, g_TH, beta_TH, options.chunk_size)
         self.q, self.k, self.v, self.g, self.beta = q_THK, k_THK, v_THV, g_TH, beta_TH
         self.cu = as_boundaries(cu_seqlens, len(v_THV))
         self.segments = tuple(pairwise(self.cu))
@@ -171,6 +192,36 @@ class GatedDeltaCall:
             yield
 
 
+def make_call(
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    cu_seqlens: Boundaries,
+    options: RuleOptions = DEFAULTS,
+    kept: Sequence[Tensor] = (),
+    opened: Sequence[int] = (),
+) -> RuleCall:
+    """The call on the kernels that these tensors are for; `opened` are the segments whose M and S0 are
+    wanted.
+    """
+    _check_shapes(q_THK, k_THK, v_THV, g_TH, beta_TH, options.chunk_size)
+    arguments = (q_THK, k_THK, v_THV, g_TH, beta_TH, cu_seqlens, options, kept, opened)
+    if not _takes_fla(k_THK, v_THV, options):
+        return GatedDeltaCall(*arguments)
+    from .gated_delta_fla import FlaGatedDeltaCall
+
+    return FlaGatedDeltaCall(*arguments)
+
+
+def _takes_fla(k: Tensor, v: Tensor, options: RuleOptions) -> bool:
+    """Whether flash-linear-attention's kernels take these heads: 16-bit numbers on a GPU, usual sizes."""
+    sizes = (k.shape[2], v.shape[2])
+    fits = v.dtype in (torch.float16, torch.bfloat16) and all(n % 16 == 0 and n <= 128 for n in sizes)
+    return v.is_cuda and fits and len(v) > 0 and options.chunk_size == 64 and fla_status(v.device).usable
+
+
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int) -> None:
     if k.dim() != 3 or v.dim() != 3 or q.shape != k.shape:
         raise ValueError(
@@ -203,10 +254,10 @@ class _GatedDelta(torch.autograd.Function):
         cu: Boundaries,
         options: RuleOptions,
     ) -> tuple[Tensor, Tensor]:
-        call = GatedDeltaCall(q, k, v, g, beta, cu, options)
+        call = make_call(q, k, v, g, beta, cu, options)
         out, final = call.forward(initial)
         ctx.save_for_backward(q, k, v, g, beta, initial, *call.kept)
-        ctx.cu, ctx.options = call.cu, options
+        ctx.cu, ctx.options = as_boundaries(cu, len(v)), options
         return out, final
 
     @staticmethod
@@ -214,7 +265,7 @@ class _GatedDelta(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         # Asked for once: a checkpointed call computes them again when they are.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
-        call = GatedDeltaCall(q, k, v, g, beta, ctx.cu, ctx.options, kept)
+        call = make_call(q, k, v, g, beta, ctx.cu, ctx.options, kept)
         *grads, dinitial = call.backward(dout, initial, dfinal)
         return *grads, None if initial is None else dinitial.to(initial.dtype), None, None
 

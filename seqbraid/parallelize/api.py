@@ -9,13 +9,15 @@ from ..models.braided import BraidedModel
 from .fsdp import shard_parameters
 
 
-def parallelize(model: PreTrainedModel, mesh: Mesh | None = None) -> BraidedModel:
+def parallelize(model: PreTrainedModel, mesh: Mesh | None = None, gated_delta: str = "auto") -> BraidedModel:
     """Put a stock model on the mesh; refuses, before anything is changed, a model that we could not keep
     exact.
 
     Args:
         model: a causal language model of transformers, from `from_pretrained` or from a config.
         mesh: the device mesh; one process when left out.
+        gated_delta: how gated-delta layers talk over `ring × ulysses`: by `states` (any number of heads), by
+            `heads` (they must divide), or `auto`, whichever sends less for the batch at hand.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -36,7 +38,7 @@ def parallelize(model: PreTrainedModel, mesh: Mesh | None = None) -> BraidedMode
                 f"{axis}={getattr(mesh, axis)} is not supported yet; use 1, and dp_shard, ring or ulysses "
                 "instead"
             )
-    braided = BraidedModel(model, mesh)
+    braided = BraidedModel(model, mesh, gated_delta)
     if mesh.world_size > 1:
         shard_parameters(braided, mesh)
     return braided

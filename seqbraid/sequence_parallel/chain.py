@@ -12,6 +12,7 @@ of the convolution, J open segments (of chains of more than one) of all ranks, P
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -70,6 +71,13 @@ class Chains(NamedTuple):
             token_J=np.array(layout.cu_seqlens)[sequence] + start,
         )
 
+    def last_held(self, position_J: Ints, num_ranks: int) -> Ints:
+        """The last place that each rank holds in a segment's chain `[J, P]`, −1 where it holds none."""
+        last = np.full((len(np.unique(self.chain_J)), num_ranks), -1)
+        np.maximum.at(last, (self.chain_J, self.rank_J), position_J)
+        last_JP: Ints = last[self.chain_J]
+        return last_JP
+
 
 @dataclass(frozen=True)
 class ScanPlan:
@@ -106,12 +114,11 @@ class ScanPlan:
     @staticmethod
     def of(chains: Chains, rank: int, num_ranks: int, reverse: bool, device: torch.device) -> ScanPlan:
         """The scan along all chains, or back along them."""
-        chain, first = chains.chain_J, chains.position_J == 0
+        chain = chains.chain_J
         position = chains.count_J - 1 - chains.position_J if reverse else chains.position_J
         # A rank needs what stands before the last segment of a chain that it holds.
-        last = np.full((int(first.sum()), num_ranks), -1)
-        np.maximum.at(last, (chain, chains.rank_J), position)
-        needed_JP = position[:, None] < last[chain]
+        last_JP = chains.last_held(position, num_ranks)
+        needed_JP = position[:, None] < last_JP
         with_M = position > 0
 
         def index(x: Ints) -> Tensor:
@@ -130,8 +137,8 @@ class ScanPlan:
         heard = heard[np.lexsort((with_M[heard], chains.rank_J[heard]))]
         heard_M = heard[with_M[heard]]
         # Step by step, and in each step the chains that go furthest first.
-        far = np.lexsort((chain[heard], -last[chain[heard], rank], position[heard]))
-        far_M = np.lexsort((chain[heard_M], -last[chain[heard_M], rank], position[heard_M]))
+        far = np.lexsort((chain[heard], -last_JP[heard, rank], position[heard]))
+        far_M = np.lexsort((chain[heard_M], -last_JP[heard_M, rank], position[heard_M]))
         following = heard[far] + (-1 if reverse else 1)
         leaving = np.flatnonzero(chains.rank_J[following] == rank)
         return ScanPlan(
@@ -220,6 +227,11 @@ class ChainPlan:
         slots = layout.num_local_tokens
         return ChainPlan(chains, rank, layout.num_ranks, slots, tuple(cu), rows, device, forward, backward)
 
+    @cached_property
+    def opened(self) -> tuple[int, ...]:
+        """This rank's segments of chains of more than one."""
+        return tuple(sorted(self.chains.local_J[self.chains.rank_J == self.rank].tolist()))
+
     def halo(self, width: int) -> HaloPlan:
         """The halos of a convolution of this width."""
         if width not in self._halos:
@@ -235,8 +247,3 @@ class ChainPlan:
         if self.rows is None:
             return F.pad(x, (0, 0) * (x.dim() - 1) + (0, self.num_slots - len(x)))
         return x.new_zeros(self.num_slots, *x.shape[1:]).index_copy(0, self.rows, x)
-
-    def state_floats(self, num_heads: int, key_dim: int, value_dim: int) -> int:
-        """Numbers that this rank sends to others in a layer's forward, whatever the lengths."""
-        columns = [num_S0 * value_dim + num_M * key_dim for num_S0, num_M in self.forward.send]
-        return num_heads * key_dim * (sum(columns) - columns[self.rank])

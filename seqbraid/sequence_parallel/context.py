@@ -11,6 +11,8 @@ from ..comm.group import Group
 from ..layout import SequenceLayout
 from ..ops.blocks import BlockPlan
 from .chain import ChainPlan
+from .gated_delta_bytes import HeadSizes, choose
+from .gated_delta_heads import HeadsPlan
 from .ring_plan import RingPlan
 
 
@@ -30,13 +32,15 @@ class StepContext:
     sequence: Group = field(default_factory=Group)
     """All ranks that share the row, ring × ulysses, in the layout's order."""
     gated_delta: str = "auto"
-    """How gated-delta layers talk: by `states`, by `heads`, or `auto`."""
+    """How gated-delta layers talk: by `states`, by `heads`, or `auto`, the cheaper of them."""
     mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""
     _plans: dict[tuple[int | None, bool, bool], RingPlan] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _methods: dict[tuple[HeadSizes, int], str] = field(default_factory=dict, compare=False, repr=False)
     _chain_plans: dict[torch.device, ChainPlan] = field(default_factory=dict, compare=False, repr=False)
+    _heads_plans: dict[torch.device, HeadsPlan] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_local_tokens(self) -> int:
@@ -65,11 +69,29 @@ class StepContext:
                 )
         return self._plans[key]
 
+    def gated_delta_method(self, sizes: HeadSizes, itemsize: int) -> str:
+        """How gated-delta layers with these heads and activations talk.
+
+        From the layout alone where it is ours to choose, so that all ranks choose the same.
+        """
+        if self.gated_delta != "auto":
+            return self.gated_delta
+        key = (sizes, itemsize)
+        if key not in self._methods:
+            self._methods[key] = choose(self.layout, *key)
+        return self._methods[key]
+
     def chain_plan(self, device: torch.device) -> ChainPlan:
         """What this rank's segments tell and hear in gated-delta layers on a device."""
         if device not in self._chain_plans:
             self._chain_plans[device] = ChainPlan.of(self.layout, self.rank, device)
         return self._chain_plans[device]
+
+    def heads_plan(self, device: torch.device) -> HeadsPlan:
+        """Which tokens of this rank change hands for heads in gated-delta layers on a device."""
+        if device not in self._heads_plans:
+            self._heads_plans[device] = HeadsPlan.of(self.layout, self.rank, device)
+        return self._heads_plans[device]
 
     def record(self, layer: int) -> None:
         """Note that a layer mixed its tokens by our rules."""

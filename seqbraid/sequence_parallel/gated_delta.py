@@ -1,4 +1,4 @@
-"""Gated-delta layers over the ranks that share a row, by passing states.
+"""Gated-delta layers over the ranks that share a row: by a head all-to-all, or, here, by passing states.
 
 Over a segment the rule is affine in its state, S_out = M S_in + S0. Each rank reduces its open segments
 (those of sequences in several segments) to M and S0, tells them to the ranks that hold later segments of the
@@ -23,9 +23,11 @@ from torch.autograd.function import once_differentiable
 from ..comm.group import Group
 from ..comm.rows import exchange_rows
 from ..ops.conv import causal_conv
-from ..ops.gated_delta import GatedDeltaCall
+from ..ops.gated_delta import make_call
 from .chain import ChainPlan, ScanPlan
 from .context import StepContext
+from .gated_delta_bytes import HeadSizes
+from .gated_delta_heads import mixing_by_heads
 from .gated_delta_layer import GatedDeltaLayer
 
 
@@ -33,11 +35,13 @@ def gated_delta_mixing(
     mixed_TC: Tensor, b_TH: Tensor, a_TH: Tensor, layer: GatedDeltaLayer, context: StepContext
 ) -> Tensor:
     """The layer between its projections and its norm, `[T, H, V]`, for this rank's tokens; padding gets 0."""
-    if context.gated_delta not in ("auto", "states"):
-        raise ValueError(f"gated_delta={context.gated_delta!r} is unknown; use 'auto' or 'states'")
-    return mixing_by_states(
-        mixed_TC, b_TH, a_TH, layer, context.chain_plan(mixed_TC.device), context.sequence
-    )
+    method = context.gated_delta_method(HeadSizes.of(layer), mixed_TC.element_size())
+    if method == "heads":
+        heads_plan = context.heads_plan(mixed_TC.device)
+        return mixing_by_heads(mixed_TC, b_TH, a_TH, layer, heads_plan, context.sequence)
+    assert method == "states", method
+    chain_plan = context.chain_plan(mixed_TC.device)
+    return mixing_by_states(mixed_TC, b_TH, a_TH, layer, chain_plan, context.sequence)
 
 
 def mixing_by_states(
@@ -81,7 +85,7 @@ class _RuleWithStates(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ChainPlan, group: Group
     ) -> Tensor:
-        call, scan = GatedDeltaCall(q, k, v, g, beta, plan.cu), plan.forward
+        call, scan = make_call(q, k, v, g, beta, plan.cu, opened=plan.opened), plan.forward
         _, S0_first = call.summaries(scan.firsts, with_transition=False)
         M, S0 = call.summaries(scan.others, with_transition=True)
         assert M is not None
@@ -98,7 +102,8 @@ class _RuleWithStates(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, M, entering_EHKV, *kept = ctx.saved_tensors
         plan: ChainPlan = ctx.plan
-        call, scan = GatedDeltaCall(q, k, v, g, beta, plan.cu, kept=kept), plan.backward
+        call = make_call(q, k, v, g, beta, plan.cu, kept=kept, opened=plan.opened)
+        scan = plan.backward
         dS_in = call.entering_gradients(dout, [*scan.firsts, *scan.others])
         arrived = _exchange(M.mT, dS_in, scan, ctx.group, "gated delta states gradient")
         initial = _of_all(entering_EHKV, plan.forward, plan)

@@ -1,19 +1,23 @@
 """What a gated-delta layer sends by each of its two methods, and which one a row takes.
 
 Letters: P ranks, G key heads, H value heads, K and V their sizes, N open tokens of the group (those of
-sequences that live on more than one rank), n of them on the rank itself.
+sequences that live on more than one rank), n of them on the rank itself, J open segments.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ..layout import SequenceLayout
-from ..layout.layout import Segment
+from .chain import Chains
 from .gated_delta_heads import GatedDeltaHeads
 from .gated_delta_layer import GatedDeltaLayer
 
 METHODS = ("states", "heads")
+CHOICES = ("auto", *METHODS)
+"""What may be asked for: one of the methods, or the cheaper one for the row at hand."""
 
 
 class HeadSizes(NamedTuple):
@@ -50,18 +54,18 @@ def heads_bytes(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> list
 def states_bytes(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> list[int]:
     """What each rank sends in a layer's forward by state passing, beside the convolution's few halo rows.
 
-    A segment's S0, and its M unless it is the first of its sequence, go to every other rank that holds a
-    later segment: `H·K·(V + K)` and `H·K·V` numbers, in float32 whatever 16-bit type the activations have.
+    A segment's S0 (`H·K·V` numbers) and, unless it is the first of its sequence, its M (`H·K·K`) go to every
+    other rank that holds a later segment, in float32 whatever 16-bit type the activations have.
     """
-    state = sizes.num_value_heads * sizes.key_dim * max(itemsize, 4)
-    sent = [0] * layout.num_ranks
-    for chain in _chains(layout):
-        later: set[int] = set()
-        for segment in reversed(chain):
-            transition = sizes.key_dim if segment.start else 0
-            sent[segment.rank] += len(later - {segment.rank}) * state * (sizes.value_dim + transition)
-            later.add(segment.rank)
-    return sent
+    chains = Chains.of(layout)
+    position, owner = chains.position_J, chains.rank_J
+    told_JP = position[:, None] < chains.last_held(position, layout.num_ranks)
+    told_JP[np.arange(len(owner)), owner] = False
+    columns = sizes.value_dim + sizes.key_dim * (position > 0)
+    sent = np.zeros(layout.num_ranks, dtype=np.int64)
+    np.add.at(sent, owner, told_JP.sum(1) * columns)
+    row = sizes.num_value_heads * sizes.key_dim * max(itemsize, 4)
+    return [int(count) * row for count in sent]
 
 
 def choose(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> str:
@@ -77,14 +81,3 @@ def choose(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> str:
         return "states"
     by_heads, by_states = (f(layout, sizes, itemsize) for f in (heads_bytes, states_bytes))
     return "heads" if max(by_heads) < max(by_states) else "states"
-
-
-def _chains(layout: SequenceLayout) -> list[list[Segment]]:
-    """The segments of every sequence over all ranks, in sequence order."""
-    chains: list[list[Segment]] = [[] for _ in layout.lengths]
-    for rank in range(layout.num_ranks):
-        for segment in layout.segments(rank):
-            chains[segment.sequence].append(segment)
-    for chain in chains:
-        chain.sort(key=lambda segment: segment.start)
-    return chains

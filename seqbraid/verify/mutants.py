@@ -52,10 +52,10 @@ def _positions_not_reset() -> AbstractContextManager[Any]:
 def _targets_shifted_across_samples() -> AbstractContextManager[Any]:
     build = pack_module.build_row
 
-    def wrong(samples: Any, vocab_size: int) -> Any:
+    def wrong(samples: Any, *args: Any) -> Any:
         labels = torch.cat([torch.as_tensor(s.get("labels", s["input_ids"])) for s in samples])
         targets = torch.cat([labels[1:], labels.new_tensor([-100])])
-        return replace(build(samples, vocab_size), targets=targets)
+        return replace(build(samples, *args), targets=targets)
 
     return patch.object(pack_module, "build_row", wrong)
 
@@ -117,7 +117,7 @@ def _attention_changed(**changes: Any) -> AbstractContextManager[Any]:
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("positions not reset", _positions_not_reset, "gpt2"),
     Mutant("conv boundary ignored", lambda: _boundaries_ignored("causal_conv", 3), "qwen3_5"),
-    Mutant("state not reset", lambda: _boundaries_ignored("GatedDeltaCall", 5), "qwen3_5"),
+    Mutant("state not reset", lambda: _boundaries_ignored("make_call", 5), "qwen3_5"),
     Mutant("targets shifted across samples", _targets_shifted_across_samples, "llama"),
     Mutant("padding counted in the divisor", _padding_counted, "llama"),
     Mutant("padding counted by the router", _padding_routed, "qwen3_moe"),

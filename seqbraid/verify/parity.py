@@ -83,6 +83,7 @@ def check_parity(
     case: str = "",
     policy: str = "balanced",
     micro_batches: int = 1,
+    gated_delta: str = "auto",
     references: Sequence[Measurement] | None = None,
     **layout: Any,
 ) -> Parity:
@@ -96,7 +97,9 @@ def check_parity(
     references = stock_references(model, samples) if references is None else references
     reference, *others = (replace(m, logits=[m.logits[i] for i in own]) for m in references)
     ours = model if mesh.world_size == 1 else copy.deepcopy(model)
-    got = packed_step(ours, [samples[i] for i in own], mesh, micro_batches, policy=policy, **layout)
+    got = packed_step(
+        ours, [samples[i] for i in own], mesh, micro_batches, gated_delta, policy=policy, **layout
+    )
     return compare(case, got, reference, others)
 
 
@@ -114,11 +117,12 @@ def packed_step(
     samples: Sequence[dict[str, Any]],
     mesh: Mesh,
     micro_batches: int = 1,
+    gated_delta: str = "auto",
     **layout: Any,
 ) -> Measurement:
     """The same step through the public surface, of this data rank's samples."""
     with fresh_gradients(model):
-        braided = parallelize(model, mesh)
+        braided = parallelize(model, mesh, gated_delta)
         try:
             size = -(-len(samples) // micro_batches)
             parts = [samples[i : i + size] for i in range(0, len(samples), size)]

@@ -39,10 +39,13 @@ def verify_model(
     policy: str = "balanced",
     seed: int = 0,
     mesh: Mesh | None = None,
+    gated_delta: str = "auto",
 ) -> Parity:
     """Parity of one packed row of random samples with the stock model on each of them."""
     samples = random_samples(lengths or LENGTHS, model.config.get_text_config().vocab_size, seed)
-    return check_parity(model, samples, mesh, case=case, policy=policy, multiple_of=PADDED)
+    return check_parity(
+        model, samples, mesh, case=case, policy=policy, gated_delta=gated_delta, multiple_of=PADDED
+    )
 
 
 def verify_mutants(seed: int = 0) -> dict[str, Parity]:

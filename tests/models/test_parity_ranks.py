@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from seqbraid import Mesh
 from seqbraid.layout import row_to_dense, samples_from_dense
 from seqbraid.verify.parity import check_parity, stock_references
+from seqbraid.verify.reference import Measurement
 from seqbraid.verify.samples import LENGTHS, random_samples
 from seqbraid.verify.tiny import tiny_model
 from tests import ranks
@@ -20,21 +23,41 @@ MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]
 LONG = (*LENGTHS, 1000)
 
 
-def prepared(folder: Path, family: str, lengths: tuple[int, ...], ignored: str = "some") -> str:
+class Prepared(NamedTuple):
+    """A model, as it is built, its samples, and what stock makes of them."""
+
+    family: str
+    changes: dict[str, Any]
+    samples: list[dict[str, Any]]
+    references: list[Measurement]
+
+    def model(self) -> PreTrainedModel:
+        return tiny_model(self.family, **self.changes)
+
+
+def prepared(
+    folder: Path, family: str, lengths: tuple[int, ...], ignored: str = "some", **changes: Any
+) -> str:
     """The stock measurements of a case, made once by the test process and read by all ranks."""
-    path = folder / f"{family}-{len(lengths)}-{ignored}.pt"
+    digest = zlib.crc32(repr((family, lengths, ignored, sorted(changes.items()))).encode())
+    path = folder / f"{family}-{digest}.pt"
     if not path.exists():
         samples = random_samples(lengths, 97, seed=3, ignored=ignored)
-        torch.save((samples, stock_references(tiny_model(family), samples)), path)
+        references = stock_references(tiny_model(family, **changes), samples)
+        torch.save(tuple(Prepared(family, changes, samples, references)), path)
     return str(path)
 
 
-def verdicts(path: str, family: str, mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[Any]:
+def load(path: str) -> Prepared:
+    return Prepared(*torch.load(path, weights_only=False))
+
+
+def verdicts(path: str, mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[Any]:
     """On one rank: whether each case holds, and its worst quantity."""
-    samples, references = torch.load(path, weights_only=False)
+    stock = load(path)
     found = []
     for case in cases:
-        parity = check_parity(tiny_model(family), samples, Mesh(**mesh), references=references, **case)
+        parity = check_parity(stock.model(), stock.samples, Mesh(**mesh), references=stock.references, **case)
         found.append((parity.holds, parity.worst))
     return found
 
@@ -46,12 +69,12 @@ def assert_holds(
     cases: list[dict[str, Any]],
     lengths: tuple[int, ...],
     ignored: str = "some",
+    **changes: Any,
 ) -> None:
-    path = prepared(folder, family, lengths, ignored)
-    for per_rank in ranks.run(verdicts, math.prod(mesh.values()), path, family, mesh, cases):
-        assert len(per_rank) == len(cases)
-        for holds, worst in per_rank:
-            assert holds, worst
+    path = prepared(folder, family, lengths, ignored, **changes)
+    for per_rank in ranks.run(verdicts, math.prod(mesh.values()), path, mesh, cases):
+        for case, (holds, worst) in zip(cases, per_rank, strict=True):
+            assert holds, (case, worst)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,20 @@ def heads_that_do_not_divide() -> None:
     )
 
 
+def linear_heads_that_do_not_divide() -> None:
+    sb.parallelize(tiny_model("qwen3_5"), Mesh(ring=2, ulysses=2), gated_delta="heads")
+
+
+def unknown_exchange() -> None:
+    sb.parallelize(tiny_model("llama"), Mesh(ring=2), gated_delta="guess")
+
+
+def other_exchange_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("qwen3_5"), mesh, gated_delta=("states", "heads")[mesh.rank])
+    model(sb.pack(random_samples([20, 30], 97), model.model.config, mesh))
+
+
 def world_that_is_not_the_product() -> None:
     Mesh(ring=3)
 
@@ -75,6 +89,9 @@ def an_axis_to_come() -> None:
 
 CASES: list[tuple[Callable[[], None], int, str]] = [
     (heads_that_do_not_divide, 4, "ulysses=4 does not divide 6 query heads; use 1, 2, 3 or 6"),
+    (linear_heads_that_do_not_divide, 4, 'use 1 or 2 ranks, or state passing (gated_delta="states")'),
+    (unknown_exchange, 2, "gated_delta='guess' is unknown; use one of 'auto', 'states', 'heads'"),
+    (other_exchange_on_one_rank, 2, "or with other settings, or differ in gated_delta"),
     (world_that_is_not_the_product, 2, "needs 3 processes"),
     (other_samples_on_one_rank, 2, "ranks 0 and 1 share a row but packed different samples"),
     (attention_changed_on_one_rank, 2, "changed to 'sdpa'"),

@@ -19,6 +19,7 @@ from seqbraid.ops.reference import gated_delta_recurrent
 from seqbraid.sequence_parallel.chain import ChainPlan
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.gated_delta import gated_delta_mixing, rule_with_states
+from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, states_bytes
 from seqbraid.sequence_parallel.gated_delta_layer import GatedDeltaLayer
 from tests import ranks
 
@@ -159,7 +160,7 @@ def on_this_rank(
     own = {n: t if n in PARAMETERS else layout.shard(t, rank, fill=float("nan")) for n, t in x.items()}
 
     def layer(x: dict[str, Tensor]) -> Tensor:
-        context = StepContext(layout, rank, sequence=group)
+        context = StepContext(layout, rank, sequence=group, gated_delta="states")
         return gated_delta_mixing(x["mixed"], x["b"], x["a"], layer_of(x), context)
 
     def rule(x: dict[str, Tensor]) -> Tensor:
@@ -191,8 +192,8 @@ def compare(path: str, ring: int, ulysses: int) -> list[tuple[str, str, str, dic
             found.append((row, kind, policy, errors))
             told = [told_bytes(layout, mesh.sequence_rank, 8, reverse) for reverse in (False, True)]
             assert list(sent_by(group)) == told, (row, kind, policy)
-            floats = ChainPlan.of(layout, mesh.sequence_rank).state_floats(HEADS, K, V)
-            assert floats * 8 == told[0]
+            sizes = HeadSizes(KEY_HEADS, HEADS, K, V)
+            assert states_bytes(layout, sizes, 8)[mesh.sequence_rank] == told[0]
     return found
 
 
@@ -251,11 +252,3 @@ def test_states_of_16_bit_activations_travel_in_float32() -> None:
 def test_nothing_is_sent_for_whole_sequences() -> None:
     for found, finite in ranks.run(sent, 4, {"ring": 2, "ulysses": 2}, "balanced", (32,) * 12, torch.float64):
         assert found == {} and finite
-
-
-def test_an_unknown_way_is_refused() -> None:
-    layout, x = SequenceLayout((5,)), layer_inputs(5)
-    with pytest.raises(ValueError, match="gated_delta='guess' is unknown; use 'auto'"):
-        gated_delta_mixing(
-            x["mixed"], x["b"], x["a"], layer_of(x), StepContext(layout, 0, gated_delta="guess")
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from seqbraid import SequenceLayout
-from seqbraid.sequence_parallel.chain import ChainPlan
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
 
 SIZES = HeadSizes(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5)
@@ -38,14 +37,6 @@ def test_states_sent_by_hand() -> None:
     # Two sequences over ranks 0, 1, 2 and 2, 3.
     layout = SequenceLayout([10, 6], ring=4, policy="contiguous")
     assert states_bytes(layout, SIZES, 2) == [2 * S0, S0 + M, S0, 0]
-
-
-@pytest.mark.parametrize("policy", ["contiguous", "zigzag", "balanced"])
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 4), (4, 2), (3, 3)])
-def test_states_sent_as_the_chains_plan_it(ring: int, ulysses: int, policy: str) -> None:
-    layout = SequenceLayout([1, 2, 63, 64, 300, 7, 130], ring, ulysses, policy)
-    plans = [ChainPlan.of(layout, rank) for rank in range(layout.num_ranks)]
-    assert states_bytes(layout, SIZES, 2) == [4 * plan.state_floats(4, 3, 5) for plan in plans]
 
 
 @pytest.mark.parametrize("policy", ["contiguous", "zigzag"])
