@@ -72,6 +72,8 @@ class Pool:
             raise RankError(
                 f"ranks {sorted(set(range(world_size)) - set(found))} hung for {limit} s; others: {found}"
             )
+        if any(outcome[0] == "error" and outcome[1].kind == "EOFError" for outcome in found.values()):
+            self.close()  # one is gone; the others may be in the middle of what they did with it
         return [found[rank] for rank in range(world_size)]
 
     def close(self) -> None:

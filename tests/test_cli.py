@@ -89,7 +89,7 @@ def test_verify_under_torchrun(tmp_path: Path) -> None:
         "-m",
         "seqbraid",
     ]
-    command += ["verify", "--model", "qwen3_5", "--ring", "2", "--gated-delta", "heads"]
+    command += ["verify", "--model", "qwen3_5_text", "--ring", "2", "--gated-delta", "heads"]
     command += ["--lengths", "40,7,130", "--json", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, timeout=120, env=environment, capture_output=True)

@@ -14,7 +14,9 @@ from ..comm.consensus import agree
 from ..layout import SequenceLayout
 from ..mesh import Mesh
 from ..models.batch import PackedBatch, Row
-from ..models.positions import text_positions
+from ..models.families import MediaFamily, family_of
+from ..models.media import MediaInput, sample_media
+from ..models.positions import sample_positions, text_positions
 
 IGNORE = -100
 TEXT_KEYS = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
@@ -28,6 +30,7 @@ def pack(
     multiple_of: int = 1,
     pad_to: int | None = None,
     fp8: bool = False,
+    check_media: bool = False,
 ) -> PackedBatch:
     """Pack samples into one row and take this rank's part of it.
 
@@ -42,6 +45,7 @@ def pack(
         multiple_of: what the tokens of a rank are rounded up to.
         pad_to: physical tokens of the whole row, for fixed shapes.
         fp8: round a rank's tokens to 16 as well.
+        check_media: look for NaN and infinity in pixels and audio, which takes a pass over them.
 
     >>> from transformers import LlamaConfig
     >>> batch = pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}], LlamaConfig())
@@ -51,7 +55,7 @@ def pack(
     mesh = Mesh() if mesh is None else mesh
     batch, error = None, None
     try:
-        row = build_row(samples, config.get_text_config().vocab_size)
+        row = build_row(samples, config, check_media)
         layout = SequenceLayout(
             row.lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8
         )
@@ -64,40 +68,80 @@ def pack(
     return batch
 
 
-def build_row(samples: Sequence[Mapping[str, Any]], vocab_size: int) -> Row:
+def build_row(samples: Sequence[Mapping[str, Any]], config: Any, check_media: bool = False) -> Row:
     """Check the samples one by one and join them; targets are shifted and positions counted per sample."""
     if not samples:
         raise ValueError("samples is empty: a row needs at least one sample")
+    family = family_of(config)
     ids, targets, positions = [], [], []
+    media: list[MediaInput] = []
+    first = 0
     for number, sample in enumerate(samples):
-        sample_ids, labels = _checked_sample(sample, number, vocab_size)
+        sample_ids, labels = _checked_sample(sample, number, config, family)
         ids.append(sample_ids)
         # Shifted here, where the sample's end is known, so that no rank ever needs its neighbour's label.
         targets.append(torch.cat([labels[1:], labels.new_tensor([IGNORE])]))
-        positions.append(text_positions(len(sample_ids)))
-    return Row(tuple(map(len, ids)), torch.cat(ids), torch.cat(targets), torch.cat(positions, 1))
+        if family is None:
+            positions.append(text_positions(len(sample_ids)))
+        else:
+            media += sample_media(sample, number, first, sample_ids, config, family)
+            positions.append(_positions(sample, number, sample_ids, config))
+        first += len(sample_ids)
+    if check_media:
+        _check_finite(media)
+    return Row(
+        tuple(map(len, ids)),
+        torch.cat(ids),
+        torch.cat(targets),
+        torch.cat(positions, 1),
+        None if family is None else tuple(media),
+    )
 
 
-def _checked_sample(sample: Mapping[str, Any], number: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+def _positions(sample: Mapping[str, Any], number: int, ids: Tensor, config: Any) -> Tensor:
+    try:
+        return sample_positions({**sample, "input_ids": ids}, config)
+    except ValueError as error:
+        raise ValueError(f"sample {number}: {error}") from None
+
+
+def _check_finite(media: Sequence[MediaInput]) -> None:
+    for item, payload, _ in media:
+        if not payload.isfinite().all():
+            raise ValueError(
+                f"sample {item.sample}: {item.kind} {item.index} holds NaN or infinity; leave it out or "
+                "decode "
+                "it again"
+            )
+
+
+def _checked_sample(
+    sample: Mapping[str, Any], number: int, config: Any, family: MediaFamily | None
+) -> tuple[Tensor, Tensor]:
     where = f"sample {number}"
+    vocab_size = config.get_text_config().vocab_size
     if "input_ids" not in sample:
         raise ValueError(f"{where} has no input_ids; it has {', '.join(map(str, sample)) or 'no keys'}")
+    known = TEXT_KEYS if family is None else (*TEXT_KEYS, *family.keys)
     for key in sample:
-        if key not in TEXT_KEYS:
+        if key not in known:
             raise ValueError(
-                f"{where}: key {key!r} is not known for text models; known are {', '.join(TEXT_KEYS)}"
+                f"{where}: key {key!r} is not known for {config.model_type}; known are {', '.join(known)}"
             )
     ids = _vector(sample["input_ids"], f"{where}: input_ids")
     if not len(ids):
         raise ValueError(f"{where} is empty: input_ids has no token; leave empty samples out")
     _check_range(ids, vocab_size, f"{where}: input_ids")
-    for key, wanted, why in (("attention_mask", 1, "padding"), ("mm_token_type_ids", 0, "media tokens")):
+    fixed = [("attention_mask", 1, "padding")]
+    if family is None:
+        fixed.append(("mm_token_type_ids", 0, "media tokens"))
+    for key, wanted, why in fixed:
         if key in sample:
             values = _vector(sample[key], f"{where}: {key}")
             if len(values) != len(ids) or (values != wanted).any():
                 raise ValueError(
-                    f"{where}: {key} must be {wanted} for each of the {len(ids)} tokens (a text sample has "
-                    f"no {why}; dense batches enter through seqbraid.layout.samples_from_dense)"
+                    f"{where}: {key} must be {wanted} for each of the {len(ids)} tokens (a sample has "
+                    f"no {why} here; dense batches enter through seqbraid.layout.samples_from_dense)"
                 )
     if sample.get("labels") is None:
         return ids, ids

@@ -210,13 +210,30 @@ class CostModel:
         """
         return cls(6.0 * num_params, 7.0 * num_softmax_layers * num_heads * head_dim)
 
-    def row_costs(self, rows: Rows, lengths: ArrayLike) -> FloatArray:
-        """Cost of every row, [num_rows]; `lengths` are those that `rows` was packed from."""
+    def row_costs(self, rows: Rows, lengths: ArrayLike, extra_costs: ArrayLike | None = None) -> FloatArray:
+        """Cost of every row, [num_rows]; `lengths` are those that `rows` was packed from.
+
+        `extra_costs` is what each sample costs beside its tokens, in the units of this model: encoding its
+        media. Of a trained encoder that is 6 FLOPs per multiply-add beside `of_decoder`, of a frozen one 2.
+        """
         l = np.asarray(lengths, np.float64)
         if l.shape != rows.row_of_sample.shape:
             raise ValueError(f"lengths has shape {l.shape}; the rows hold {len(rows.row_of_sample)} samples")
         costs = (self.linear + self.quadratic * l) * l
+        if extra_costs is not None:
+            costs = costs + _checked_extra_costs(extra_costs, len(costs))
         return np.bincount(rows.row_of_sample, costs, minlength=rows.num_rows).astype(np.float64, copy=False)
+
+
+def _checked_extra_costs(extra_costs: ArrayLike, num_samples: int) -> FloatArray:
+    extra = np.asarray(extra_costs, np.float64)
+    if extra.shape != (num_samples,):
+        raise ValueError(f"extra_costs has shape {extra.shape}; the rows hold {num_samples} samples")
+    valid = np.isfinite(extra) & (extra >= 0)
+    if not valid.all():
+        sample = int(np.argmin(valid))
+        raise ValueError(f"sample {sample} has extra cost {extra[sample]}; costs are finite and not negative")
+    return extra
 
 
 def assign_rows(costs: ArrayLike, num_ranks: int, seed: int) -> IntArray:

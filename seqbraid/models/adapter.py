@@ -19,6 +19,7 @@ from ..sequence_parallel.gated_delta_bytes import CHOICES
 from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
 from ..sequence_parallel.ulysses import HeadPlan
 from . import attention
+from .batch import PackedBatch
 from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
 
 MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
@@ -36,7 +37,7 @@ RECURRENT = re.compile(
 """Names of modules that carry state from token to token in a way the attention interface does not show."""
 
 
-class TextAdapter:
+class Adapter:
     """A text decoder of transformers: where its layers, its head and its mixers are."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -45,12 +46,18 @@ class TextAdapter:
         self.name = type(model).__name__
         self._stock_attention: str = self.config._attn_implementation
         self.head = _head(model)
-        self.decoder = _decoder(model)
+        self.decoder = self._decoder()
         self.decoder_layers = _layers(self.decoder, self.config.num_hidden_layers)
         self.gated_delta: list[Any] = [m for m in self.decoder.modules() if is_gated_delta(m)]
         self._check_config()
         self._check_mixers()
         _check_head(model, self.decoder, self.head)
+
+    def _decoder(self) -> nn.Module:
+        decoder = self.model.base_model
+        if decoder is self.model:
+            raise ValueError(f"{self.name} has no decoder below its head; load its ForCausalLM class")
+        return decoder
 
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
         """What the mesh asks of the model, said before any rank talks to another."""
@@ -65,7 +72,7 @@ class TextAdapter:
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""
-        self.model.set_attn_implementation(attention.NAME)
+        self._set_attention(attention.NAME)
         if self.config._attn_implementation != attention.NAME:
             raise ValueError(
                 f"{self.name} does not let its attention be set (it does not use transformers' attention "
@@ -76,9 +83,12 @@ class TextAdapter:
 
     def unbraid(self) -> None:
         """Give the stock model back as it came."""
-        self.model.set_attn_implementation(self._stock_attention)
+        self._set_attention(self._stock_attention)
         for module in self.gated_delta:
             unbraid_gated_delta(module)
+
+    def _set_attention(self, name: str) -> None:
+        self.model.set_attn_implementation(name)
 
     def check_step(self, training: bool) -> None:
         """What may have changed since `braid` and would make a step wrong."""
@@ -97,16 +107,17 @@ class TextAdapter:
                 )
 
     def hidden(
-        self, input_ids_T: Tensor, positions_4T: Tensor, context: StepContext, with_router: bool
+        self, batch: PackedBatch, context: StepContext, with_router: bool
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """The last hidden states `[T, D]` of this rank's tokens and, if asked for, the router logits per
         layer.
         """
         extra = {"output_router_logits": True} if with_router else {}
+        positions_4T = batch.positions
         outputs = self.decoder(
-            input_ids=input_ids_T[None],
+            **self._inputs(batch, context),
             position_ids=positions_4T[:, None] if self._multimodal_rope() else positions_4T[:1],
-            attention_mask=attention.no_mask(input_ids_T.device),
+            attention_mask=attention.no_mask(batch.input_ids.device),
             use_cache=False,
             braid=context,
             **extra,
@@ -122,17 +133,15 @@ class TextAdapter:
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
         return outputs.last_hidden_state[0], router
 
+    def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
+        """What the decoder starts from: the tokens of this rank."""
+        return {"input_ids": batch.input_ids[None]}
+
     def _multimodal_rope(self) -> bool:
         parameters = getattr(self.config, "rope_parameters", None) or {}
         return "mrope_section" in parameters
 
     def _check_config(self) -> None:
-        if self.model.config is not self.config:
-            raise ValueError(
-                f"{self.name} has parts beside its text decoder "
-                f"({', '.join(self.model.config.sub_configs)}); media models are not supported yet, load "
-                "the text-only class of the family"
-            )
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if kinds - MIXERS:
             raise ValueError(
@@ -190,13 +199,6 @@ def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise ValueError(f"{type(decoder).__name__} has no list of {count} layers")
-
-
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    decoder = model.base_model
-    if decoder is model:
-        raise ValueError(f"{type(model).__name__} has no decoder below its head; load its ForCausalLM class")
-    return decoder
 
 
 class _FakeOutput(BaseModelOutputWithPast):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
+from .media import MediaBatch, MediaInput
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class PackedBatch:
     """Targets of the whole row, all ranks together."""
     fingerprint: int
     """Of the row and its layout: ranks of one sequence group must agree on it."""
+    media: MediaBatch | None = None
+    """What this rank encodes, and where features go; None for text models."""
 
     @property
     def real(self) -> Tensor:
@@ -37,7 +40,8 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with its tensors on another device."""
         tensors = {name: getattr(self, name).to(device) for name in ("input_ids", "targets", "positions")}
-        return replace(self, **tensors)
+        media = None if self.media is None else self.media.to(device)
+        return replace(self, media=media, **tensors)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Row:
     input_ids: Tensor
     targets: Tensor
     positions: Tensor
+    media: tuple[MediaInput, ...] | None = None
+    """In row order; None for text models."""
 
     def split(self, layout: SequenceLayout, rank: int) -> PackedBatch:
         """Select a rank's part of everything by the layout's one index."""
@@ -59,6 +65,7 @@ class Row:
             layout.shard(self.positions, rank, dim=1, fill=0),
             int((self.targets != -100).sum()),
             self._fingerprint(layout),
+            None if self.media is None else MediaBatch.of(layout, self.media, rank),
         )
 
     def _fingerprint(self, layout: SequenceLayout) -> int:
@@ -66,4 +73,4 @@ class Row:
         digest = zlib.crc32(repr(shape).encode())
         for tensor in (self.input_ids, self.targets, self.positions):
             digest = zlib.crc32(tensor.contiguous().numpy().tobytes(), digest)
-        return digest
+        return zlib.crc32(repr([media.item for media in self.media or ()]).encode(), digest)

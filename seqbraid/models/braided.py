@@ -18,8 +18,8 @@ from ..comm.group import Group
 from ..mesh import Mesh
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..sequence_parallel.context import StepContext
-from .adapter import TextAdapter
 from .batch import PackedBatch
+from .media_adapter import make_adapter
 from .router import load_balancing_loss
 
 
@@ -54,7 +54,7 @@ class BraidedModel(nn.Module):
         self.model = model
         self.mesh = mesh
         self.gated_delta = gated_delta
-        self._adapter = TextAdapter(model)
+        self._adapter = make_adapter(model)
         self._adapter.check_mesh(mesh, gated_delta)
         self.groups = {
             axis: Group.of(mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence", "loss")
@@ -133,7 +133,7 @@ class BraidedModel(nn.Module):
     def _hidden(self, batch: PackedBatch, with_router: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
         context = StepContext(batch.layout, batch.rank, ring, ulysses, sequence, self.gated_delta)
-        return self._adapter.hidden(batch.input_ids, batch.positions, context, with_router)
+        return self._adapter.hidden(batch, context, with_router)
 
     def _agree(self, batch: PackedBatch, label_tokens: int | None) -> int:
         """Make sure that all ranks can do the step, before its first exchange; gives the labels of all data

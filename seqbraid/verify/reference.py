@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..models.families import family_of
+from ..models.media_tokens import token_types
+
 IGNORE = -100
 
 
@@ -93,6 +96,8 @@ def fresh_gradients(model: torch.nn.Module) -> Iterator[None]:
 def _forward(
     model: PreTrainedModel, sample: dict[str, Any], left_padding: int, with_router: bool
 ) -> tuple[Any, Tensor]:
+    if family_of(model.config) is not None:
+        return _media_forward(model, sample, left_padding, with_router)
     ids = torch.as_tensor(sample["input_ids"])
     length = len(ids)
     inputs = {
@@ -106,6 +111,62 @@ def _forward(
     extra = {"output_router_logits": True} if with_router else {}
     outputs = model(**inputs, use_cache=False, **extra)
     return outputs, outputs.logits[0, left_padding:]
+
+
+def _media_forward(
+    model: PreTrainedModel, sample: dict[str, Any], left_padding: int, with_router: bool
+) -> tuple[Any, Tensor]:
+    """As a user of the stock model would call it: positions are the model's own affair."""
+    ids = torch.as_tensor(sample["input_ids"])
+    media = {
+        key: value for key, value in sample.items() if key not in ("input_ids", "labels", "attention_mask")
+    }
+    media.setdefault("mm_token_type_ids", token_types(ids, model.config))
+    per_token = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": media.pop("mm_token_type_ids"),
+    }
+    copies = 2 if left_padding else 1  # see `_forward`
+    inputs: dict[str, Any] = {
+        name: F.pad(torch.as_tensor(x), (left_padding, 0))[None].expand(copies, -1)
+        for name, x in per_token.items()
+    }
+    if "audio" in family_of(model.config).kinds:
+        del inputs["mm_token_type_ids"]
+    elif not left_padding:
+        del inputs["attention_mask"]
+    if "second_per_grid_ts" in media:  # what the model calls it
+        media["video_second_per_grid"] = media.pop("second_per_grid_ts")
+    for name, value in media.items():
+        inputs[name] = torch.cat([torch.as_tensor(value)] * copies) if not isinstance(value, bool) else value
+    extra = {"output_router_logits": True} if with_router else {}
+    with _clips_alone(model):
+        outputs = model(**inputs, use_cache=False, **extra)
+    return outputs, outputs.logits[0, left_padding:]
+
+
+@contextmanager
+def _clips_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Let the stock audio tower see one clip at a time: beside a longer one it gives a short clip other
+    features.
+    """
+    inner: Any = model.model
+    if not hasattr(inner, "audio_tower"):
+        yield
+        return
+    stock = inner.get_audio_features
+
+    def one_by_one(features: Tensor, mask: Tensor, *args: Any, **kwargs: Any) -> Any:
+        outputs = [stock(f[None], m[None], *args, **kwargs) for f, m in zip(features, mask, strict=True)]
+        joined = torch.cat([o.last_hidden_state for o in outputs])
+        return type(outputs[0])(last_hidden_state=joined)
+
+    inner.get_audio_features = one_by_one
+    try:
+        yield
+    finally:
+        del inner.get_audio_features
 
 
 def _router_loss(model: PreTrainedModel, routers: list[tuple[Tensor, ...]]) -> Tensor:

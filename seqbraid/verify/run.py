@@ -4,32 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..mesh import Mesh
+from ..models.families import family_of
 from .blocks import check_blocks
-from .mutants import MUTANTS
+from .media_mutants import MEDIA_MUTANTS
+from .mutants import MUTANTS, Mutant
 from .parity import Parity, check_parity
 from .samples import LENGTHS, random_samples
 from .tiny import FAMILIES, tiny_model
+from .tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
 
 PADDED = 64
 """Rows are padded to a multiple of this, so that padding has a chance to be counted."""
 
+TEXT = {f"{name}_text" if name in MEDIA_FAMILIES else name: name for name in FAMILIES}
+"""Tiny text models by the name they have on the command line: a media model of the same name goes first."""
+
 
 def load_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A tiny model of a known family, or a checkpoint from a folder, in float32 and in training mode."""
-    if name in FAMILIES:
-        return tiny_model(name, seed)
+    if name in MEDIA_FAMILIES:
+        return tiny_media_model(name, seed)
+    if name in TEXT:
+        return tiny_model(TEXT[name], seed)
     if not Path(name).is_dir():
+        known = ", ".join([*MEDIA_FAMILIES, *TEXT])
         raise ValueError(
-            f"--model {name!r} is neither a tiny family ({', '.join(FAMILIES)}) nor a folder with a "
-            "checkpoint"
+            f"--model {name!r} is neither a tiny family ({known}) nor a folder with a checkpoint"
         )
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    model: PreTrainedModel = _class_of(AutoConfig.from_pretrained(name)).from_pretrained(
+        name, dtype=torch.float32
+    )
     return model.train()
+
+
+def _class_of(config: Any) -> Any:
+    """The stock class that a checkpoint was saved from; for text models the one that their config maps to."""
+    if family_of(config) is None:
+        return AutoModelForCausalLM
+    return getattr(transformers, config.architectures[0])
 
 
 def verify_model(
@@ -42,19 +61,29 @@ def verify_model(
     gated_delta: str = "auto",
 ) -> Parity:
     """Parity of one packed row of random samples with the stock model on each of them."""
-    samples = random_samples(lengths or LENGTHS, model.config.get_text_config().vocab_size, seed)
+    if family_of(model.config) is None:
+        samples = random_samples(lengths or LENGTHS, model.config.get_text_config().vocab_size, seed)
+    elif lengths:
+        raise ValueError("--lengths is for text models; images, videos and audio are drawn by --seed")
+    else:
+        samples = mixed_samples(model.config, seed)
     return check_parity(
         model, samples, mesh, case=case, policy=policy, gated_delta=gated_delta, multiple_of=PADDED
     )
 
 
 def verify_mutants(seed: int = 0) -> dict[str, Parity]:
-    """The verdict on every mutant; one that holds was not caught."""
+    """The verdict on every mutant that one process can have; one that holds was not caught."""
     verdicts = {}
-    for mutant in MUTANTS:
+    for mutant in (*MUTANTS, *(m for m in MEDIA_MUTANTS if m.ring * m.ulysses == 1)):
         with mutant.switched_on():
-            if mutant.check == "blocks":
-                verdicts[mutant.name] = check_blocks(seed)
-            else:
-                verdicts[mutant.name] = verify_model(tiny_model(mutant.check, seed), mutant.name, seed=seed)
+            verdicts[mutant.name] = _check(mutant, seed)
     return verdicts
+
+
+def _check(mutant: Mutant, seed: int) -> Parity:
+    if mutant.check == "blocks":
+        return check_blocks(seed)
+    is_media = any(mutant is other for other in MEDIA_MUTANTS)
+    model = tiny_media_model(mutant.check, seed) if is_media else tiny_model(mutant.check, seed)
+    return verify_model(model, mutant.name, seed=seed)

@@ -101,14 +101,18 @@ def tiny_model(
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         tiny_config(family, **changes), attn_implementation="sdpa" if family != "gpt_oss" else "eager"
     )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                # Slow decay: a state that is forgotten within a token could not leak, and its gradient is
-                # noise.
-                parameter.copy_(torch.empty_like(parameter).uniform_(0.02, 0.5).log())
-            elif parameter.ndim == 1:
-                # Norms and biases that start at a constant would hide a wrong use of them.
-                parameter.add_(0.2 * torch.randn_like(parameter))
+    shake(model)
     torch.random.set_rng_state(state)
     return model.to(dtype).train()
+
+
+@torch.no_grad()
+def shake(model: PreTrainedModel) -> None:
+    """Move parameters away from where they would hide a mistake."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            # Slow decay: a state that is forgotten within a token could not leak, and its gradient is noise.
+            parameter.copy_(torch.empty_like(parameter).uniform_(0.02, 0.5).log())
+        elif parameter.ndim == 1:
+            # Norms and biases that start at a constant would hide a wrong use of them.
+            parameter.add_(0.2 * torch.randn_like(parameter))

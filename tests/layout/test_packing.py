@@ -112,6 +112,45 @@ def test_row_cost_is_linear_plus_quadratic_in_its_samples() -> None:
         CostModel(1.0, -1.0)
 
 
+def test_extra_cost_of_a_sample_is_added_to_its_row() -> None:
+    """Rows [0, 3] and [1, 2]; the caller's array is left as it is."""
+    rows, extra = pack_rows([6, 3, 5, 2], 8), np.array([100.0, 0.0, 7.0, 1000.0])
+    costs = CostModel(10.0, 1.0).row_costs(rows, [6, 3, 5, 2], extra)
+    assert costs.tolist() == [80.0 + 36 + 4 + 1100, 80.0 + 9 + 25 + 7]
+    assert extra.tolist() == [100.0, 0.0, 7.0, 1000.0]
+    without = CostModel(10.0, 1.0).row_costs(rows, [6, 3, 5, 2])
+    assert CostModel(10.0, 1.0).row_costs(rows, [6, 3, 5, 2], [0, 0, 0, 0]).tolist() == without.tolist()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([1.0, 2.0, 3.0], r"extra_costs has shape \(3,\); the rows hold 4 samples"),
+        ([[1.0, 2.0, 3.0, 4.0]], r"shape \(1, 4\)"),
+        ([1.0, 2.0, -3.0, 4.0], "sample 2 has extra cost -3"),
+        ([1.0, float("nan"), 3.0, 4.0], "sample 1 has extra cost nan"),
+        ([float("inf"), 2.0, 3.0, 4.0], "sample 0 has extra cost inf"),
+    ],
+)
+def test_row_costs_refuses_extra_costs(extra: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CostModel().row_costs(pack_rows([6, 3, 5, 2], 8), [6, 3, 5, 2], extra)
+
+
+def test_rows_of_equal_length_are_level_by_their_extra_cost() -> None:
+    """Rows of as many tokens, of which a third carry media: by tokens alone all look alike."""
+    rng = np.random.default_rng(0)
+    lengths = np.full(256, 1000)
+    extra = rng.exponential(5000.0, 256) * (rng.random(256) < 1 / 3)
+    rows = pack_rows(lengths, 1000)
+    cost = CostModel().row_costs(rows, lengths, extra)
+    waiting = {}
+    for name, known in (("all", cost), ("tokens", CostModel().row_costs(rows, lengths))):
+        cost_SR = cost[assign_rows(known, 8, seed=0)]
+        waiting[name] = cost_SR.max(1).sum() / cost_SR.mean(1).sum()
+    assert waiting["all"] < 1.15 and waiting["tokens"] > 2
+
+
 def test_decoder_cost_counts_its_products() -> None:
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab = 4096, 12288, 36, 32, 8, 128, 151936
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim

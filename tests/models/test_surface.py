@@ -155,7 +155,7 @@ def test_a_dense_batch_enters_by_the_same_door() -> None:
         ({"input_ids": [1, 2], "labels": [1, 400]}, "labels holds 400"),
         ({"input_ids": [[1, 2], [3, 4]]}, r"shape \(2, 2\)"),
         ({"input_ids": [0.5, 1.0]}, "integers"),
-        ({"input_ids": [1], "pixel_values": [1]}, "'pixel_values' is not known for text"),
+        ({"input_ids": [1], "pixel_values": [1]}, "'pixel_values' is not known for llama"),
         ({"input_ids": [1, 2], "attention_mask": [0, 1]}, "attention_mask must be 1"),
     ],
 )

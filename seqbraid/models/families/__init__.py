@@ -1,0 +1,20 @@
+"""What is particular to each family of media models; everything else is shared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .family import MediaFamily
+from .qwen3_5 import QWEN3_5
+from .qwen3_omni import QWEN3_OMNI
+from .qwen3_vl import QWEN3_VL
+
+FAMILIES: tuple[MediaFamily, ...] = (QWEN3_VL, QWEN3_5, QWEN3_OMNI)
+
+
+def family_of(config: Any) -> MediaFamily | None:
+    """The family of a model's config; None for text models."""
+    return next((family for family in FAMILIES if config.model_type in family.model_types), None)
+
+
+__all__ = ["FAMILIES", "MediaFamily", "family_of"]

@@ -1,0 +1,67 @@
+"""Models with a vision or audio tower beside their text decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..sequence_parallel.context import StepContext
+from ..sequence_parallel.media import spread_features
+from .adapter import Adapter
+from .batch import PackedBatch
+from .encoders import Encoders
+from .families import FAMILIES, family_of
+
+
+class MediaAdapter(Adapter):
+    """A media model: its decoder gets embeddings, with the features of media where their tokens are."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.encoders = Encoders(model.model, self.config.hidden_size)
+
+    def _decoder(self) -> nn.Module:
+        decoder: nn.Module = self.model.model.language_model
+        return decoder
+
+    def _set_attention(self, name: str) -> None:
+        """The towers keep theirs: inside an image or a clip nothing is packed."""
+        self.model.set_attn_implementation({"text_config": name})
+
+    def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
+        if batch.media is None:
+            raise ValueError(
+                f"{self.name} takes media, but the batch was packed for a text model; pass this model's "
+                "config to "
+                "pack"
+            )
+        decoder: Any = self.decoder
+        embeds_TD: Tensor = decoder.get_input_embeddings()(batch.input_ids)
+        plan, width = batch.media.plan, embeds_TD.shape[1]
+        features = self.encoders.features(batch.media.own).to(embeds_TD.dtype)
+        # In the order of local slots; a rank without items or media tokens takes part all the same.
+        arrived = spread_features(features, plan, context.sequence)
+        embeds_TD = embeds_TD.index_copy(0, plan.local_rows, arrived[:, :width])
+        inputs: dict[str, Any] = {"inputs_embeds": embeds_TD[None]}
+        if self.encoders.num_levels:
+            is_media = torch.zeros(len(embeds_TD), dtype=torch.bool, device=embeds_TD.device)
+            inputs["visual_pos_masks"] = is_media.index_fill(0, plan.local_rows, True)[None]
+            inputs["deepstack_visual_embeds"] = list(arrived[:, width:].split(width, dim=1))
+        return inputs
+
+
+def make_adapter(model: PreTrainedModel) -> Adapter:
+    """The adapter of a model, by its config."""
+    if model.config is model.config.get_text_config():
+        return Adapter(model)
+    if family_of(model.config) is None:
+        known = ", ".join(name for family in FAMILIES for name in family.model_types)
+        raise ValueError(
+            f"{type(model).__name__} (model_type {model.config.model_type!r}) has parts beside its text "
+            "decoder "
+            f"that we do not know; known media models are {known}; or load the text-only class of the family"
+        )
+    return MediaAdapter(model)
