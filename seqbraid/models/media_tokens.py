@@ -46,7 +46,8 @@ def audio_tokens(num_mel_frames: int, config: Any) -> int:
     as a constant, and fails where `n_window` makes it another number (anything but 49 to 52).
 
     >>> from transformers import AutoConfig
-    >>> [audio_tokens(n, AutoConfig.for_model("qwen3_omni_moe")) for n in (1, 100, 101, 3000)]
+    >>> config = AutoConfig.for_model("qwen3_omni_moe_thinker", audio_config={"n_window": 50})
+    >>> [audio_tokens(n, config) for n in (1, 100, 101, 3000)]
     [1, 13, 14, 390]
     """
     chunk = 2 * media_config(config).audio_config.n_window

@@ -38,8 +38,9 @@ OMNI_STOCK = stock_omni.Qwen3OmniMoePreTrainedModelForConditionalGeneration
 
 
 def omni_config(**changes: Any) -> Any:
-    ends = {"vision_start_token_id": START, "vision_end_token_id": END}  # as checkpoints have them
-    return AutoConfig.for_model("qwen3_omni_moe", thinker_config=ends | changes)
+    """As checkpoints have it; the defaults lack the ids, and in older releases have another window."""
+    own = {"vision_start_token_id": START, "vision_end_token_id": END, "audio_config": {"n_window": 50}}
+    return AutoConfig.for_model("qwen3_omni_moe", thinker_config=own | changes)
 
 
 def stock_vision(sample: dict[str, Any], config: Any) -> Tensor:
