@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import lcm
 from typing import Any
 
@@ -16,10 +17,9 @@ from ..mesh import Mesh
 from ..models.batch import PackedBatch, Row
 from ..models.families import MediaFamily, family_of
 from ..models.media import MediaInput, sample_media
-from ..models.positions import sample_positions, text_positions
+from ..models.positions import check_keys, sample_positions, text_positions
 
 IGNORE = -100
-TEXT_KEYS = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
 
 
 def pack(
@@ -85,7 +85,8 @@ def build_row(samples: Sequence[Mapping[str, Any]], config: Any, check_media: bo
             positions.append(text_positions(len(sample_ids)))
         else:
             media += sample_media(sample, number, first, sample_ids, config, family)
-            positions.append(_positions(sample, number, sample_ids, config))
+            with _named(number):
+                positions.append(sample_positions({**sample, "input_ids": sample_ids}, config))
         first += len(sample_ids)
     if check_media:
         _check_finite(media)
@@ -98,9 +99,11 @@ def build_row(samples: Sequence[Mapping[str, Any]], config: Any, check_media: bo
     )
 
 
-def _positions(sample: Mapping[str, Any], number: int, ids: Tensor, config: Any) -> Tensor:
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Say of which sample an error speaks."""
     try:
-        return sample_positions({**sample, "input_ids": ids}, config)
+        yield
     except ValueError as error:
         raise ValueError(f"sample {number}: {error}") from None
 
@@ -122,12 +125,8 @@ def _checked_sample(
     vocab_size = config.get_text_config().vocab_size
     if "input_ids" not in sample:
         raise ValueError(f"{where} has no input_ids; it has {', '.join(map(str, sample)) or 'no keys'}")
-    known = TEXT_KEYS if family is None else (*TEXT_KEYS, *family.keys)
-    for key in sample:
-        if key not in known:
-            raise ValueError(
-                f"{where}: key {key!r} is not known for {config.model_type}; known are {', '.join(known)}"
-            )
+    with _named(number):
+        check_keys(sample, config)
     ids = _vector(sample["input_ids"], f"{where}: input_ids")
     if not len(ids):
         raise ValueError(f"{where} is empty: input_ids has no token; leave empty samples out")

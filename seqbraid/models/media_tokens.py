@@ -5,6 +5,7 @@ T: tokens of one sample; N: media items; 3: time, height, width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -119,3 +120,34 @@ def _convolved(frames: int) -> int:
     for _ in range(NUM_CONVOLUTIONS):
         frames = -(-frames // 2)
     return frames
+
+
+def mel_frames(sample: Mapping[str, Any]) -> Ints | None:
+    """`[clips]`: the mel frames of each clip of a sample; its mask, its features and its lengths must agree
+    about them."""
+    mask, features = sample.get("feature_attention_mask"), sample.get("input_features")
+    lengths = sample.get("audio_feature_lengths")
+    if mask is None:
+        if features is not None and lengths is None:
+            raise ValueError(
+                "input_features come without feature_attention_mask, which tells the clips' lengths"
+            )
+        return None if lengths is None else as_vector(lengths, "audio_feature_lengths")
+    mask_NF = np.asarray(mask)
+    if mask_NF.ndim != 2 or (features is not None and _audio_shape(features) != mask_NF.shape):
+        raise ValueError(
+            f"feature_attention_mask has shape {mask_NF.shape}"
+            + (f", input_features {tuple(features.shape)}" if features is not None else "")
+            + "; they are [clips, frames] and [clips, mel bins, frames]"
+        )
+    frames_N = mask_NF.astype(np.int64).sum(1)
+    if lengths is not None and as_vector(lengths, "audio_feature_lengths").tolist() != frames_N.tolist():
+        raise ValueError(
+            f"audio_feature_lengths is {np.asarray(lengths).tolist()}, but feature_attention_mask has "
+            f"{frames_N.tolist()} frames"
+        )
+    return frames_N
+
+
+def _audio_shape(features: Any) -> tuple[int, ...]:
+    return (*features.shape[:1], *features.shape[2:])

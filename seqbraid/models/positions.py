@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .families import family_of
 from .media_tokens import Ints, as_vector, placeholder_kinds
-from .positions_omni import omni_positions
-from .positions_vision import vision_positions
 
 TEXT_KEYS = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
-VISION_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-SECONDS_KEYS = ("second_per_grid_ts", "video_second_per_grid")
-"""Two names for one thing: processors say the second, older ones and our samples the first."""
-OMNI_KEYS = (
-    *VISION_KEYS, *SECONDS_KEYS, "input_features", "feature_attention_mask", "audio_feature_lengths",
-    "use_audio_in_video",
-)  # fmt: skip
 
 
 def text_positions(length: int) -> Tensor:
@@ -39,13 +31,8 @@ def sample_positions(sample: Mapping[str, Any], config: Any) -> Tensor:
     >>> sample_positions({"input_ids": [1, 7, 7, 2], "image_grid_thw": [[1, 2, 4]]}, config).tolist()
     [[0, 1, 2, 3], [0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
     """
-    family = FAMILIES.get(config.model_type)
-    known = (*TEXT_KEYS, *(family.media_keys if family else ()))
-    for key in sample:
-        if key not in known:
-            raise ValueError(
-                f"key {key!r} is not known for {config.model_type}; known are {', '.join(known)}"
-            )
+    check_keys(sample, config)
+    family = family_of(config)
     ids_T = as_vector(sample["input_ids"], "input_ids")
     if family is None:
         return text_positions(len(ids_T))
@@ -56,73 +43,15 @@ def sample_positions(sample: Mapping[str, Any], config: Any) -> Tensor:
     return torch.cat([text_T[None], positions_3T])
 
 
-def mel_frames(sample: Mapping[str, Any]) -> Ints | None:
-    """`[clips]`: the mel frames of each clip of a sample; its mask, its features and its lengths must agree
-    about them."""
-    mask, features = sample.get("feature_attention_mask"), sample.get("input_features")
-    lengths = sample.get("audio_feature_lengths")
-    if mask is None:
-        if features is not None and lengths is None:
+def check_keys(sample: Mapping[str, Any], config: Any) -> None:
+    """Refuse what the model would not look at."""
+    family = family_of(config)
+    known = (*TEXT_KEYS, *(family.keys if family else ()))
+    for key in sample:
+        if key not in known:
             raise ValueError(
-                "input_features come without feature_attention_mask, which tells the clips' lengths"
+                f"key {key!r} is not known for {config.model_type}; known are {', '.join(known)}"
             )
-        return None if lengths is None else as_vector(lengths, "audio_feature_lengths")
-    mask_NF = np.asarray(mask)
-    if mask_NF.ndim != 2 or (features is not None and _audio_shape(features) != mask_NF.shape):
-        raise ValueError(
-            f"feature_attention_mask has shape {mask_NF.shape}"
-            + (f", input_features {tuple(features.shape)}" if features is not None else "")
-            + "; they are [clips, frames] and [clips, mel bins, frames]"
-        )
-    frames_N = mask_NF.astype(np.int64).sum(1)
-    if lengths is not None and as_vector(lengths, "audio_feature_lengths").tolist() != frames_N.tolist():
-        raise ValueError(
-            f"audio_feature_lengths is {np.asarray(lengths).tolist()}, but feature_attention_mask has "
-            f"{frames_N.tolist()} frames"
-        )
-    return frames_N
-
-
-def _vision(sample: Mapping[str, Any], ids_T: Ints, config: Any) -> Tensor:
-    return vision_positions(
-        placeholder_kinds(ids_T, config),
-        sample.get("image_grid_thw"),
-        sample.get("video_grid_thw"),
-        config.vision_config.spatial_merge_size,
-    )
-
-
-def _omni(sample: Mapping[str, Any], ids_T: Ints, config: Any) -> Tensor:
-    seconds = [sample[key] for key in SECONDS_KEYS if sample.get(key) is not None]
-    if len(seconds) > 1:
-        raise ValueError(f"{' and '.join(SECONDS_KEYS)} are two names for one thing; give one of them")
-    return omni_positions(
-        ids_T,
-        config,
-        sample.get("image_grid_thw"),
-        sample.get("video_grid_thw"),
-        seconds[0] if seconds else None,
-        mel_frames(sample),
-        bool(sample.get("use_audio_in_video", False)),
-    )
-
-
-class Family(NamedTuple):
-    """What a multimodal family knows: its media keys, and its rule for time, height and width."""
-
-    media_keys: tuple[str, ...]
-    positions: Callable[[Mapping[str, Any], Ints, Any], Tensor]
-
-
-FAMILIES = {
-    "qwen3_vl": Family(VISION_KEYS, _vision),
-    "qwen3_vl_moe": Family(VISION_KEYS, _vision),
-    "qwen3_5": Family(VISION_KEYS, _vision),
-    "qwen3_5_moe": Family(VISION_KEYS, _vision),
-    "qwen3_omni_moe": Family(OMNI_KEYS, _omni),
-    "qwen3_omni_moe_thinker": Family(OMNI_KEYS, _omni),
-}
-"""By the config's model type; all others are text."""
 
 
 def _check_types(sample: Mapping[str, Any], ids_T: Ints, config: Any) -> None:
@@ -154,7 +83,3 @@ def _check_pixels(sample: Mapping[str, Any]) -> None:
         expected = 0 if grids is None else int(np.asarray(grids).prod(-1).sum())
         if len(pixels) != expected:
             raise ValueError(f"{pixels_key} has {len(pixels)} patches, but {grid_key} has {expected}")
-
-
-def _audio_shape(features: Any) -> tuple[int, ...]:
-    return (*features.shape[:1], *features.shape[2:])

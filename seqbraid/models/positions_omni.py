@@ -7,6 +7,7 @@ the order in which the stock model adds it: the sums are then equal to the last 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from .media_tokens import (
     as_vector,
     audio_tokens,
     media_config,
+    mel_frames,
     placeholder_kinds,
     runs,
     times,
@@ -32,6 +34,10 @@ from .media_tokens import (
 
 Floats = NDArray[np.float32]
 ONE = np.float32(1)
+
+
+SECONDS_KEYS = ("second_per_grid_ts", "video_second_per_grid")
+"""Two names for one thing: processors say the second, older ones and our samples the first."""
 
 
 def omni_positions(
@@ -236,3 +242,19 @@ def _opening(ids_T: Ints, start: int, types_N: Ints, audio_in_video: bool, confi
 
 def _count(length: int) -> Floats:
     return np.arange(length, dtype=np.float32)
+
+
+def omni_sample_positions(sample: Mapping[str, Any], ids_T: Ints, config: Any) -> Tensor:
+    """Those of a sample of Qwen3-Omni."""
+    seconds = [sample[key] for key in SECONDS_KEYS if sample.get(key) is not None]
+    if len(seconds) > 1:
+        raise ValueError(f"{' and '.join(SECONDS_KEYS)} are two names for one thing; give one of them")
+    return omni_positions(
+        ids_T,
+        config,
+        sample.get("image_grid_thw"),
+        sample.get("video_grid_thw"),
+        seconds[0] if seconds else None,
+        mel_frames(sample),
+        bool(sample.get("use_audio_in_video", False)),
+    )

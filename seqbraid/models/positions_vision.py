@@ -5,7 +5,7 @@ T: tokens of one sample; N: media items; 3: time, height, width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .media_tokens import IMAGE, TEXT, VIDEO, Ints, as_vector, runs, times, token_grids
+from .media_tokens import IMAGE, TEXT, VIDEO, Ints, as_vector, placeholder_kinds, runs, times, token_grids
 
 
 def vision_positions(token_types_T: Any, image_grids: Any, video_grids: Any, merge_size: int) -> Tensor:
@@ -101,3 +101,13 @@ def _grid_offsets(grid_N3: Ints) -> Ints:
     row = offset // width
     frame = row // height
     return np.stack([frame, row - frame * height, offset - row * width])
+
+
+def vision_sample_positions(sample: Mapping[str, Any], ids_T: Ints, config: Any) -> Tensor:
+    """Those of a sample of Qwen3-VL or Qwen3.5."""
+    return vision_positions(
+        placeholder_kinds(ids_T, config),
+        sample.get("image_grid_thw"),
+        sample.get("video_grid_thw"),
+        config.vision_config.spatial_merge_size,
+    )

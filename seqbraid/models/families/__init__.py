@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..media_tokens import media_config
 from .family import MediaFamily
 from .qwen3_5 import QWEN3_5
 from .qwen3_omni import QWEN3_OMNI
@@ -13,8 +14,9 @@ FAMILIES: tuple[MediaFamily, ...] = (QWEN3_VL, QWEN3_5, QWEN3_OMNI)
 
 
 def family_of(config: Any) -> MediaFamily | None:
-    """The family of a model's config; None for text models."""
-    return next((family for family in FAMILIES if config.model_type in family.model_types), None)
+    """The family of a model's config, or of the thinker's in the whole Omni's; None for text models."""
+    model_type = media_config(config).model_type
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
 
 
 __all__ = ["FAMILIES", "MediaFamily", "family_of"]

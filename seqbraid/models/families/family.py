@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..media_tokens import Ints
 
 VISION_KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 
@@ -16,6 +21,8 @@ class MediaFamily(NamedTuple):
     """Kinds of media, of `image`, `video` and `audio`."""
     keys: tuple[str, ...]
     """Media keys of a sample."""
+    positions: Callable[[Mapping[str, Any], Ints, Any], Tensor]
+    """Of a sample, its token ids and the config: `[3, T]` time, height and width."""
 
     def token_ids(self, config: Any) -> dict[str, int]:
         """The placeholder token of each kind."""

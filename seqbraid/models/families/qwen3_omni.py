@@ -1,5 +1,6 @@
 """Qwen3-Omni's thinker: images, videos and audio, also audio in video; DeepStack for what is seen."""
 
+from ..positions_omni import SECONDS_KEYS, omni_sample_positions
 from .family import VISION_KEYS, MediaFamily
 
 QWEN3_OMNI = MediaFamily(
@@ -7,10 +8,11 @@ QWEN3_OMNI = MediaFamily(
     ("image", "video", "audio"),
     (
         *VISION_KEYS,
+        *SECONDS_KEYS,
         "input_features",
         "feature_attention_mask",
+        "audio_feature_lengths",
         "use_audio_in_video",
-        "video_second_per_grid",
-        "second_per_grid_ts",
     ),
+    omni_sample_positions,
 )
