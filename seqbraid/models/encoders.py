@@ -14,12 +14,21 @@ from torch import Tensor, nn
 from .media import MediaInput
 
 
+def towers_of(model: Any) -> Any:
+    """The module that holds the towers: below the head, or in older releases of Omni beside the decoder."""
+    for module in (model.model, model):
+        if hasattr(module, "visual"):
+            return module
+    raise ValueError(f"{type(model).__name__} has no vision tower where we know to look for it")
+
+
 class Encoders:
     """The vision tower and, where there is one, the audio tower of a media model."""
 
     def __init__(self, model: Any, width: int) -> None:
-        self.visual: Any = model.visual
-        self.audio: Any = getattr(model, "audio_tower", None)
+        towers = towers_of(model)
+        self.visual: Any = towers.visual
+        self.audio: Any = getattr(towers, "audio_tower", None)
         self.width = width
         self.num_levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
 

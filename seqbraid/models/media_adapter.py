@@ -21,10 +21,11 @@ class MediaAdapter(Adapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.encoders = Encoders(model.model, self.config.hidden_size)
+        self.encoders = Encoders(model, self.config.hidden_size)
 
     def _decoder(self) -> nn.Module:
-        decoder: nn.Module = self.model.model.language_model
+        inner: Any = self.model.model
+        decoder: nn.Module = getattr(inner, "language_model", inner)
         return decoder
 
     def _set_attention(self, name: str) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..models.encoders import towers_of
 from ..models.families import family_of
 from ..models.media_tokens import token_types
 
@@ -151,7 +152,7 @@ def _clips_alone(model: PreTrainedModel) -> Iterator[None]:
     """Let the stock audio tower see one clip at a time: beside a longer one it gives a short clip other
     features.
     """
-    inner: Any = model.model
+    inner: Any = towers_of(model)
     if not hasattr(inner, "audio_tower"):
         yield
         return

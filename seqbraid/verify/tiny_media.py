@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -101,15 +102,22 @@ def tiny_media_config(family: str) -> Any:
     module, pattern, values = MEDIA_FAMILIES[family]
     configs = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
     config_class = getattr(configs, pattern.format("Config"))
-    return config_class(**values, tie_word_embeddings=False, initializer_range=0.2)
+    config = config_class(**values, tie_word_embeddings=False, initializer_range=0.2)
+    if not hasattr(_modeling(module), pattern.format("Model")):
+        # Before it had a model below its head, Omni's thinker gave no router logits.
+        config.get_text_config().output_router_logits = False
+    return config
 
 
 def tiny_media_class(family: str) -> type[PreTrainedModel]:
     """The stock class that a tiny media model is made of."""
     module, pattern, _ = MEDIA_FAMILIES[family]
-    models = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    found: type[PreTrainedModel] = getattr(models, pattern.format("ForConditionalGeneration"))
+    found: type[PreTrainedModel] = getattr(_modeling(module), pattern.format("ForConditionalGeneration"))
     return found
+
+
+def _modeling(module: str) -> ModuleType:
+    return importlib.import_module(f"transformers.models.{module}.modeling_{module}")
 
 
 def tiny_media_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import seqbraid as sb
-from seqbraid.models.encoders import Encoders
+from seqbraid.models.encoders import Encoders, towers_of
 from seqbraid.models.families import family_of
 from seqbraid.models.media import MediaInput, sample_media
 from seqbraid.models.media_tokens import audio_tokens
@@ -96,7 +96,7 @@ def clips(lengths: tuple[int, ...]) -> list[MediaInput]:
 def test_a_clip_is_not_changed_by_longer_ones_beside_it() -> None:
     """The stock tower does change it, once convolutions have biases."""
     model = tiny_media_model("qwen3_omni")
-    encoders = Encoders(model.model, 32)
+    encoders = Encoders(model, 32)
     together = clips((70, 300, 5, 100, 70, 1, 130))
     with torch.no_grad():
         counts = [media.item.num_features for media in together]
@@ -110,15 +110,17 @@ def test_a_clip_is_not_changed_by_longer_ones_beside_it() -> None:
 
 def test_frozen_towers_have_no_backward() -> None:
     model = tiny_media_model("qwen3_vl")
-    model.model.visual.requires_grad_(False)
+    towers_of(model).visual.requires_grad_(False)
     braided = sb.parallelize(model)
     batch = sb.pack([sample("qwen3_vl", ["image", "video"])], model.config)
     assert batch.media is not None
     assert not braided._adapter.encoders.features(batch.media.own).requires_grad
     braided(batch).loss.backward()
-    assert all(p.grad is None for p in model.model.visual.parameters())
+    assert all(p.grad is None for p in towers_of(model).visual.parameters())
 
-    model.model.visual.merger.requires_grad_(True)
+    towers_of(model).visual.merger.requires_grad_(True)
     braided(batch).loss.backward()
-    found = {name.split(".")[0] for name, p in model.model.visual.named_parameters() if p.grad is not None}
+    found = {
+        name.split(".")[0] for name, p in towers_of(model).visual.named_parameters() if p.grad is not None
+    }
     assert found == {"merger"}
