@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .boundaries import Boundaries, as_boundaries
+
+TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
+"""Numbers that are widened at a time: what stays near the caches of a CPU, what fills a GPU."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +87,64 @@ def causal_conv(
     row_TC = row_TC.index_copy(0, plan.token_rows_T, x_TC[plan.start : plan.stop].to(weight_CW.dtype))
     if halo_NWC is not None:
         row_TC = row_TC.index_copy(0, plan.halo_rows_N, halo_NWC.flatten(0, 1).to(weight_CW.dtype))
-    y_CT = F.conv1d(row_TC.T[None], weight_CW[:, None], bias_C, groups=channels)[0]
+    windows_TC: Tensor = _Windows.apply(row_TC, weight_CW, bias_C)  # type: ignore[no-untyped-call]
     # The window that ends at a row is number row-(W-1).
-    y_TC = y_CT.T.index_select(0, plan.token_rows_T - (width - 1))
+    y_TC = windows_TC.index_select(0, plan.token_rows_T - (width - 1))
     if activation == "silu":
         y_TC = F.silu(y_TC)
     return F.pad(y_TC.to(x_TC.dtype), (0, 0, plan.start, num_tokens - plan.stop))
+
+
+class _Windows(torch.autograd.Function):
+    """`y[t] = Σ_w weight[:, w] · row[t + w] + bias`, one multiply-add per tap: channels do not mix, so a
+    library's convolution has nothing to gain. Summed in float32 at least, some rows at a time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row_TC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
+        ctx.save_for_backward(row_TC, weight_CW)
+        ctx.has_bias = bias_C is not None
+        wide, width = _wide(row_TC), weight_CW.shape[1]
+        taps = weight_CW.to(wide).unbind(1)
+        out = row_TC.new_empty(len(row_TC) - width + 1, row_TC.shape[1])
+        for start, stop in _tiles(out):
+            total = row_TC[start:stop] * taps[0]
+            for w in range(1, width):
+                total.addcmul_(row_TC[start + w : stop + w].to(wide), taps[w])
+            out[start:stop] = total if bias_C is None else total.add_(bias_C)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TC: Tensor) -> tuple[Tensor | None, ...]:
+        row_TC, weight_CW = ctx.saved_tensors
+        wide, width = _wide(row_TC), weight_CW.shape[1]
+        taps = weight_CW.to(wide).unbind(1)
+        drow_TC, dweight_CW = torch.empty_like(row_TC), weight_CW.new_zeros(weight_CW.shape, dtype=wide)
+        dbias_C = dout_TC.new_zeros(dout_TC.shape[1], dtype=wide)
+        for start, stop in _tiles(row_TC):
+            drow = row_TC.new_zeros(stop - start, row_TC.shape[1], dtype=wide)
+            for w in range(width):
+                # Window t reads row t + w.
+                first, last = max(start - w, 0), min(stop - w, len(dout_TC))
+                if first < last:
+                    part = slice(first + w - start, last + w - start)
+                    dout = dout_TC[first:last].to(wide)
+                    drow[part].addcmul_(dout, taps[w])
+                    dweight_CW[:, w] += (dout * row_TC[first + w : last + w]).sum(0)
+                    if w == 0:
+                        dbias_C += dout.sum(0)
+            drow_TC[start:stop] = drow
+        dbias = dbias_C.to(weight_CW.dtype) if ctx.has_bias else None
+        return drow_TC, dweight_CW.to(weight_CW.dtype), dbias
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _tiles(x_TC: Tensor) -> list[tuple[int, int]]:
+    """Runs of rows whose temporaries are small beside the whole."""
+    elements = TILE_ELEMENTS.get(x_TC.device.type, TILE_ELEMENTS["cuda"])
+    size = max(1, elements // max(x_TC.shape[1], 1))
+    return [(start, min(start + size, len(x_TC))) for start in range(0, len(x_TC), size)]

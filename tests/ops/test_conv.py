@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from seqbraid.ops import conv as conv_module
 from seqbraid.ops.boundaries import as_boundaries
 from seqbraid.ops.conv import ConvPlan, causal_conv
 
@@ -193,3 +194,29 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         causal_conv(x, weight, None, [0, 6], halo_NWC=rand(1, 4, CHANNELS))
     with pytest.raises(ValueError, match=r"gelu.*'silu'"):
         causal_conv(x, weight, None, [0, 6], activation="gelu")
+
+
+@pytest.mark.parametrize("tile", [1, 3, 8, 64])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch, tile: int, width: int) -> None:
+    """A tile of fewer rows than the kernel is wide, of one row, of all."""
+    x, weight, bias = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((20, 2), (2, width), (2,))
+    )
+    dy = torch.randn(20, 2, dtype=torch.float64)
+
+    def results() -> list[torch.Tensor]:
+        y = causal_conv(x, weight, bias, (1, 4, 5, 19))
+        return [y, *torch.autograd.grad(y, (x, weight, bias), dy)]
+
+    whole = results()
+    monkeypatch.setitem(conv_module.TILE_ELEMENTS, "cpu", 2 * tile)
+    for a, b in zip(results(), whole, strict=True):
+        assert torch.allclose(a, b, rtol=1e-13, atol=1e-13)
+
+
+def test_16_bits_are_rounded_once() -> None:
+    x, weight = torch.randn(50, 3).bfloat16(), torch.randn(3, 4).bfloat16()
+    found = causal_conv(x, weight, None, (0, 50), activation=None)
+    wanted = causal_conv(x.double(), weight.double(), None, (0, 50), activation=None)
+    assert ((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + 1e-6).all()
