@@ -9,8 +9,6 @@ tokens (reduce, scan, run; and back) over one call of flash-linear-attention's f
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from statistics import median
 
 import torch
 from torch import Tensor
@@ -19,6 +17,7 @@ from seqbraid.layout import SequenceLayout
 from seqbraid.ops.fla_status import fla_status
 from seqbraid.ops.gated_delta import make_call
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
+from seqbraid.verify.gpu_time import gpu_time
 
 QWEN3_5_9B = HeadSizes(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
 
@@ -34,31 +33,6 @@ def print_bytes(ranks: int) -> None:
             states, heads = (max(f(layout, QWEN3_5_9B, 2)) / 2**20 for f in (states_bytes, heads_bytes))
             taken = choose(layout, QWEN3_5_9B, 2)
             print(f"{name:>20} {policy:>10}: states {states:6.1f}, heads {heads:6.1f} -> {taken}")
-
-
-def gpu_time(function: Callable[[], object], repeats: int = 7) -> float:
-    """Median milliseconds of GPU time: recorded once and replayed, so that launches from Python are not in
-    it.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return median(times)
 
 
 def tensors(tokens: int, sizes: HeadSizes) -> tuple[list[Tensor], Tensor, Tensor]:

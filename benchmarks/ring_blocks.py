@@ -10,7 +10,7 @@ from the undivided call. Communication is not in it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from seqbraid.ops import blocks
 from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
+from seqbraid.verify.gpu_time import gpu_time
 
 
 class Times(NamedTuple):
@@ -84,36 +85,9 @@ class Rank:
             self.dq[shared] = dq
 
 
-def timed(function: Callable[[], None], repeats: int = 5) -> float:
-    """Median milliseconds of GPU time: recorded once and replayed, so that launches from Python are not in
-    it.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    graph.reset()
-    function()  # what the recording left behind is gone with it
-    return float(np.median(times))
-
-
 def time_rank(rank: Rank) -> Times:
     """Forward and backward of all of a rank's blocks, merging included."""
-    return Times(timed(rank.forward), timed(rank.backward))
+    return Times(gpu_time(rank.forward), gpu_time(rank.backward))
 
 
 def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
