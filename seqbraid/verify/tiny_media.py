@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -140,7 +141,6 @@ def mixed_samples(config: Any, seed: int = 0) -> list[dict[str, Any]]:
         (["image", "image", "image"], [3, 2, 4, 7], 5),
         (["video"], [4, 6], 4),
         (["image", "video"], [1, 2, 2], 3),
-        (["image"], [9, 0], 14),
         ([], [2], 1),
     ]
     if "audio" in item_kinds(config):
@@ -155,4 +155,9 @@ def mixed_samples(config: Any, seed: int = 0) -> list[dict[str, Any]]:
     same = media_sample(
         config, ["image", "video"], seed, [2, 1, 3], max_side=1, max_frames=1, encoder_inputs=True
     )
-    return [*samples, same]
+    drawn = (
+        media_sample(config, ["image"], 100 * seed + number, [9, 0], max_side=18, encoder_inputs=True)
+        for number in count()
+    )
+    large = next(sample for sample in drawn if len(sample["input_ids"]) > 200)
+    return [*samples, same, large]

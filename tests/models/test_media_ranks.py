@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from seqbraid import Mesh
+from seqbraid import Mesh, SequenceLayout
+from seqbraid.data.pack import build_row
+from seqbraid.sequence_parallel.media import MediaPlan
+from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.parity import check_parity, stock_references
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_config, tiny_media_model
 from tests import ranks
@@ -17,10 +20,27 @@ from tests import ranks
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
 
 
-def prepared(folder: Path, family: str) -> str:
-    path = folder / f"{family}.pt"
+def rows(family: str) -> dict[str, list[dict[str, Any]]]:
+    """The mix; one image of one token among text, which most ranks see nothing of; text alone; and, for two
+    data ranks that take turns, media for the first alone."""
+    config = tiny_media_config(family)
+
+    def made(items: list[str], *text: int) -> dict[str, Any]:
+        return media_sample(config, items, sum(text), text, max_side=1, encoder_inputs=True)
+
+    return {
+        "mixed": mixed_samples(config),
+        "one image": [made(["image"], 2, 3), *(made([], n) for n in (61, 50, 40, 7))],
+        "no media": [made([], n) for n in (61, 1, 40, 7)],
+        "in turn": [made(["image", "video"], 2, 3, 9), made([], 40), made(["image"], 5, 6), made([], 20)],
+    }
+
+
+def prepared(folder: Path, family: str, row: str) -> str:
+    """The stock measurements of a row, made once by the test process and read by all ranks."""
+    path = folder / f"{family}-{row}.pt"
     if not path.exists():
-        samples = mixed_samples(tiny_media_config(family))
+        samples = rows(family)[row]
         torch.save((samples, stock_references(tiny_media_model(family), samples)), path)
     return str(path)
 
@@ -44,17 +64,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_split_media_equal_each_sample_alone(folder: Path, family: str, ring: int, ulysses: int) -> None:
     mesh = {"ring": ring, "ulysses": ulysses}
     cases = [{"policy": "zigzag"}, {"policy": "balanced"}]
-    for per_rank in ranks.run(verdicts, ring * ulysses, prepared(folder, family), family, mesh, cases):
+    for per_rank in ranks.run(
+        verdicts, ring * ulysses, prepared(folder, family, "mixed"), family, mesh, cases
+    ):
         for holds, worst in per_rank:
             assert holds, worst
 
 
+@pytest.mark.parametrize("row", ["one image", "no media"])
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_ranks_without_media(folder: Path, family: str, row: str) -> None:
+    layout = SequenceLayout([len(sample["input_ids"]) for sample in rows(family)[row]], ring=4, ulysses=2)
+    items = [media.item for media in build_row(rows(family)[row], tiny_media_config(family)).media or ()]
+    owners = [r for r in range(8) if len(MediaPlan.of(layout, items, r).local_rows)]
+    assert len(owners) == (row == "one image")
+    mesh, cases = {"ring": 4, "ulysses": 2}, [{"policy": "zigzag"}, {"policy": "balanced"}]
+    for per_rank in ranks.run(verdicts, 8, prepared(folder, family, row), family, mesh, cases):
+        for holds, worst in per_rank:
+            assert holds, worst
+
+
+def test_an_image_of_the_mix_is_on_three_ranks_and_more() -> None:
+    for family in MEDIA_FAMILIES:
+        row = build_row(rows(family)["mixed"], tiny_media_config(family))
+        large = max(row.media or (), key=lambda media: media.item.num_features)
+        for policy in ("zigzag", "balanced"):
+            layout = SequenceLayout(row.lengths, ring=4, ulysses=2, policy=policy)
+            assert sum(len(MediaPlan.of(layout, [large.item], r).local_rows) > 0 for r in range(8)) >= 3
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_omni"])
 def test_text_beside_images_on_data_ranks(folder: Path, family: str) -> None:
-    """Some data ranks have text alone, some have media: no hang, and the same gradient."""
+    """One data rank has text alone, the other has media: no hang, and the same gradient."""
     mesh = {"dp_shard": 2, "ring": 2}
-    for per_rank in ranks.run(
-        verdicts, math.prod(mesh.values()), prepared(folder, family), family, mesh, [{}]
-    ):
+    path = prepared(folder, family, "in turn")
+    for per_rank in ranks.run(verdicts, math.prod(mesh.values()), path, family, mesh, [{}]):
         for holds, worst in per_rank:
             assert holds, worst
