@@ -62,10 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     verify.set_defaults(run=_verify)
 
     demo = commands.add_parser(
-        "demo", help="train a tiny hybrid model on packed text, beside unpacked training"
+        "demo", help="teach a tiny Qwen3.5 to read digits over CPU ranks, beside one process; writes a report"
     )
-    demo.add_argument("--seconds", type=float, default=60.0, help="about how long to train")
+    demo.add_argument("--steps", type=int, default=200)
+    demo.add_argument(
+        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where report.html goes"
+    )
     demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--processes", type=int, default=4, help="ranks; 4 are ring 2 × ulysses 2")
     demo.set_defaults(run=_demo)
 
     args = parser.parse_args(argv)
@@ -136,7 +140,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _demo(args: argparse.Namespace) -> int:
     from .train.demo import run_demo
 
-    return run_demo(args.seconds, args.seed)
+    return run_demo(args.steps, args.out, args.seed, args.processes)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForConditionalGeneration
 
 from .demo_report import demo_report
 from .demo_result import ALLOWANCE, LEAST_ACCURACY, DemoResult
-from .demo_training import Settings, Trained, read_alone, train_alone, train_split
+from .demo_training import Settings, Trained, prepare, read_alone, train_alone, train_split
 
 TABLE_ROWS = 9
 
@@ -40,6 +40,7 @@ def run_demo(steps: int, out: Path, seed: int, processes: int) -> int:
 def train_both_ways(settings: Settings) -> DemoResult:
     """First the ranks; then one process, and beside it another that sums in reverse: each has a core."""
     begin = time.perf_counter()
+    prepare()
     split = launch_ranks(settings)
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         trainings = [pool.submit(train_alone, settings, backwards) for backwards in (False, True)]
@@ -64,6 +65,7 @@ def launch_ranks(settings: Settings) -> Trained:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=settings.processes,
+        run_id="seqbraid-demo",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
@@ -79,9 +81,7 @@ def _print_result(result: DemoResult, console: Console) -> None:
     split, alone = result.split.losses, result.alone.losses
     for step in sorted({*torch.linspace(0, len(split) - 1, TABLE_ROWS).long().tolist()}):
         numbers = (f"{split[step]:.6f}", f"{alone[step]:.6f}")
-        table.add_row(
-            str(step + 1), *numbers, f"{result.differences[step]:.1e}", f"{result.floor[step]:.1e}"
-        )
+        table.add_row(str(step + 1), *numbers, f"{result.differences[step]:.1e}", f"{result.floor[step]:.1e}")
     console.print(table)
     agree = "[green]agree[/]" if result.curves_agree else "[red]do not agree[/]"
     good = "green" if result.accuracy >= LEAST_ACCURACY else "red"
