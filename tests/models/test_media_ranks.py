@@ -74,12 +74,12 @@ def test_split_media_equal_each_sample_alone(folder: Path, family: str, ring: in
 @pytest.mark.parametrize("row", ["one image", "no media"])
 @pytest.mark.parametrize("family", MEDIA_FAMILIES)
 def test_ranks_without_media(folder: Path, family: str, row: str) -> None:
-    layout = SequenceLayout([len(sample["input_ids"]) for sample in rows(family)[row]], ring=4, ulysses=2)
+    layout = SequenceLayout([len(sample["input_ids"]) for sample in rows(family)[row]], ring=2, ulysses=2)
     items = [media.item for media in build_row(rows(family)[row], tiny_media_config(family)).media or ()]
-    owners = [r for r in range(8) if len(MediaPlan.of(layout, items, r).local_rows)]
+    owners = [r for r in range(4) if len(MediaPlan.of(layout, items, r).local_rows)]
     assert len(owners) == (row == "one image")
-    mesh, cases = {"ring": 4, "ulysses": 2}, [{"policy": "zigzag"}, {"policy": "balanced"}]
-    for per_rank in ranks.run(verdicts, 8, prepared(folder, family, row), family, mesh, cases):
+    mesh, cases = {"ring": 2, "ulysses": 2}, [{"policy": "zigzag"}, {"policy": "balanced"}]
+    for per_rank in ranks.run(verdicts, 4, prepared(folder, family, row), family, mesh, cases):
         for holds, worst in per_rank:
             assert holds, worst
 
