@@ -84,9 +84,10 @@ def build_row(samples: Sequence[Mapping[str, Any]], config: Any, check_media: bo
         if family is None:
             positions.append(text_positions(len(sample_ids)))
         else:
-            media += sample_media(sample, number, first, sample_ids, config, family)
+            # Positions first: they find the item whose placeholders and features do not match.
             with _named(number):
                 positions.append(sample_positions({**sample, "input_ids": sample_ids}, config))
+            media += sample_media(sample, number, first, sample_ids, config, family)
         first += len(sample_ids)
     if check_media:
         _check_finite(media)

@@ -16,21 +16,23 @@ fastest kernels want."""
 
 CUT_TOKEN = 1500.0
 """What a token of a cut sequence costs more: its keys and values travel, two kernels instead of one see it,
-and their outputs are merged in float32. `benchmarks/ring_blocks.py` on an H200: 110 to 190 ns a token, when
-11 pairs take a nanosecond."""
+and their outputs are merged in float32. Fitted to the ranks of one packed row (that of
+`benchmarks/ring_blocks.py`) on an H200, where ranks with cut tokens took 110 to 190 ns a token longer."""
 
 SHARED_TOKEN = 500.0
-"""What a token costs more that changes hands inside a Ulysses group."""
+"""What a token costs more that changes hands inside a Ulysses group; a guess."""
 
 CUT_PIECE = 1e6
-"""What a piece of a cut sequence costs its rank more, however small: its own kernel calls and messages. Rows
-so small that this is much of their cost are led by their tokens instead."""
+"""What a piece of a cut sequence costs its rank more, however small: its own kernel calls and messages. A
+guess that keeps crumbs together; rows so small that this is much of their cost are led by their tokens
+instead."""
 
 LEVEL = 1.06
 """How much more than the mean a rank may have to do."""
 
 LAYER_TOKEN = 26000.0
-"""What a token costs outside attention, in the layer of an 8 B model: the price of padding."""
+"""What a token costs outside attention, by the multiply-adds of an 8 B model's layer: the price of padding.
+"""
 
 
 @dataclass(frozen=True)

@@ -52,22 +52,17 @@ class MediaBatch:
 def sample_media(
     sample: Mapping[str, Any], number: int, first_token: int, ids: Tensor, config: Any, family: MediaFamily
 ) -> list[MediaInput]:
-    """The media of one sample whose tokens start at `first_token` of the row; its counts are checked."""
+    """The media of one sample, whose counts `sample_positions` has checked; its tokens start at
+    `first_token`.
+    """
     found: list[MediaInput] = []
     for kind, token_id in family.token_ids(config).items():
         pieces = _clips(sample, number) if kind == "audio" else _pictures(sample, number, kind)
-        counts = [_num_tokens(kind, payload, grid, config) for payload, grid in pieces]
+        counts = [_num_tokens(payload, grid, config) for payload, grid in pieces]
         rows = (ids == token_id).nonzero().flatten()
-        if sum(counts) != len(rows):
-            listed = ", ".join(f"{kind} {i}: {count}" for i, count in enumerate(counts)) or f"no {kind}"
-            raise ValueError(
-                f"sample {number} has {len(rows)} {kind} tokens (id {token_id}) but its media make "
-                f"{sum(counts)} ({listed}); expand each placeholder to the count of its {kind}"
-            )
+        assert sum(counts) == len(rows), f"sample {number}: {kind} placeholders that its positions let pass"
         for index, ((payload, grid), part) in enumerate(zip(pieces, rows.split(counts), strict=True)):
-            item = MediaItem(
-                kind, number, index, _runs(part + first_token), _cost(kind, payload, grid, config)
-            )
+            item = MediaItem(kind, number, index, _runs(part + first_token), _cost(payload, grid, config))
             found.append(MediaInput(item, payload, grid))
     return found
 
@@ -91,11 +86,6 @@ def _pictures(
         return []
     pixels, grids = torch.as_tensor(sample[pixel_key]), torch.as_tensor(sample[grid_key]).view(-1, 3)
     sizes = grids.prod(1).tolist()
-    if sum(sizes) != len(pixels):
-        raise ValueError(
-            f"sample {number}: {grid_key} {grids.tolist()} make {sum(sizes)} patches, {pixel_key} has "
-            f"{len(pixels)}"
-        )
     return [(part, tuple(grid)) for part, grid in zip(pixels.split(sizes), grids.tolist(), strict=True)]
 
 
@@ -110,21 +100,16 @@ def _clips(sample: Mapping[str, Any], number: int) -> list[tuple[Tensor, tuple[i
     if features is None or mask is None:
         return []
     features, mask = torch.as_tensor(features), torch.as_tensor(mask)
-    if features.ndim != 3 or mask.shape != features.shape[::2]:
-        raise ValueError(
-            f"sample {number}: input_features {tuple(features.shape)} and feature_attention_mask "
-            f"{tuple(mask.shape)} disagree; pass [clips, mel bins, frames] and [clips, frames]"
-        )
     return [(clip[:, keep.bool()], None) for clip, keep in zip(features, mask, strict=True)]
 
 
-def _num_tokens(kind: str, payload: Tensor, grid: tuple[int, int, int] | None, config: Any) -> int:
+def _num_tokens(payload: Tensor, grid: tuple[int, int, int] | None, config: Any) -> int:
     if grid is None:
         return audio_tokens(payload.shape[1], config)
     return len(payload) // int(config.vision_config.spatial_merge_size) ** 2
 
 
-def _cost(kind: str, payload: Tensor, grid: tuple[int, int, int] | None, config: Any) -> float:
+def _cost(payload: Tensor, grid: tuple[int, int, int] | None, config: Any) -> float:
     if grid is None:
         audio = config.audio_config
         return encoder_cost([audio_tokens(payload.shape[1], config)], audio.d_model, audio.encoder_ffn_dim)
