@@ -167,6 +167,8 @@ class Adapter:
                 f"{self.name} does not use transformers' attention interface, so its attention cannot be "
                 "taken over"
             )
+        for module in self.gated_delta:
+            _refuse_adapter(module.conv1d, f"the convolution of layer {module.layer_idx} of {self.name}")
         known = {id(part) for module in self.gated_delta for part in module.modules()}
         for name, module in self.decoder.named_modules():
             if id(module) in known or isinstance(module, Conv1D):  # transformers' Conv1D is a linear layer
@@ -185,12 +187,23 @@ def _rope_type(parameters: dict[str, Any]) -> str:
 
 def _head(model: PreTrainedModel) -> nn.Linear:
     head = model.get_output_embeddings()
+    _refuse_adapter(head, f"the head of {type(model).__name__}")
     if not isinstance(head, nn.Linear):
         raise ValueError(
             f"{type(model).__name__} has no linear language-model head (found {type(head).__name__}); load "
             "the model with its ForCausalLM class"
         )
     return head
+
+
+def _refuse_adapter(module: nn.Module | None, what: str) -> None:
+    """A wrapper of peft answers `.weight` with the weight it wraps: what it adds would be left out."""
+    if hasattr(module, "base_layer") or hasattr(module, "original_module"):
+        raise ValueError(
+            f"{what} carries an adapter ({type(module).__name__} of {type(module).__module__}); its weight "
+            "is read, so the adapter would not be seen: adapters may be on the linear layers of the decoder "
+            "and the towers"
+        )
 
 
 def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
@@ -225,10 +238,8 @@ def _check_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Linear) -> 
         return logits
 
     with ExitStack() as stack, torch.no_grad():
-        stack.enter_context(_forward_replaced(head, fake_head))
-        stack.enter_context(
-            _forward_replaced(decoder, lambda *_, **__: _FakeOutput(last_hidden_state=hidden))
-        )
+        stack.enter_context(forward_replaced(head, fake_head))
+        stack.enter_context(forward_replaced(decoder, lambda *_, **__: _FakeOutput(last_hidden_state=hidden)))
         found = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
     if len(given) != 1 or not torch.equal(given[0], hidden) or not torch.equal(found, logits):
         raise ValueError(
@@ -238,7 +249,8 @@ def _check_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Linear) -> 
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module's calls take another way; afterwards it is as it was."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..comm.consensus import agree
@@ -54,6 +56,9 @@ class BraidedModel(nn.Module):
         self.model = model
         self.mesh = mesh
         self.gated_delta = gated_delta
+        self.loss_chunk: int | None = None
+        """Tokens per chunk of head and loss; None lets the size of the vocabulary decide."""
+        self._until_release = ExitStack()
         self._adapter = make_adapter(model)
         self._adapter.check_mesh(mesh, gated_delta)
         self.groups = {
@@ -66,6 +71,13 @@ class BraidedModel(nn.Module):
         """The layers of the decoder, each of them a unit for sharding and checkpointing."""
         return self._adapter.decoder_layers
 
+    @property
+    def towers(self) -> list[nn.Module]:
+        """The media encoders; a text model has none."""
+        encoders = getattr(self._adapter, "encoders", None)
+        found = (getattr(encoders, name, None) for name in ("visual", "audio"))
+        return [tower for tower in found if tower is not None]
+
     def forward(self, batch: PackedBatch, label_tokens: int | None = None) -> StepOutput:
         """The loss of a packed batch, divided once by `label_tokens`.
 
@@ -75,7 +87,7 @@ class BraidedModel(nn.Module):
         batch_labels = self._agree(batch, label_tokens)
         hidden_TD, router = self._hidden(batch, with_router=self._uses_router_loss)
         head = self._adapter.head
-        sums = linear_cross_entropy(hidden_TD, head.weight, batch.targets, head.bias)
+        sums = linear_cross_entropy(hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk)
         divisor = batch_labels if label_tokens is None else label_tokens
         # A rank without labels contributes an exact zero, and still takes part in the backward.
         loss = sums.loss / max(divisor, 1)
@@ -112,7 +124,12 @@ class BraidedModel(nn.Module):
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Write the stock checkpoint that `from_pretrained` loads; all ranks call it, the first writes."""
-        if self.mesh.world_size == 1:
+        if hasattr(self.model, "peft_config"):
+            raise ValueError(
+                "the model has LoRA adapters, which a stock checkpoint cannot name; write them with "
+                "seqbraid.train.lora.save_adapter, or merge them with seqbraid.train.export.export"
+            )
+        if not isinstance(self, FSDPModule):
             self.model.save_pretrained(directory, **kwargs)
             return
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -121,8 +138,13 @@ class BraidedModel(nn.Module):
             self.model.save_pretrained(directory, state_dict=state, **kwargs)
         agree(self.mesh.cpu_group, None)
 
+    def until_release(self, change: AbstractContextManager[Any]) -> None:
+        """Make a change to the stock model that `release` undoes."""
+        self._until_release.enter_context(change)
+
     def release(self) -> PreTrainedModel:
         """Undo the braid and give the stock model back."""
+        self._until_release.close()
         self._adapter.unbraid()
         return self.model
 

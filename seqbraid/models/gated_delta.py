@@ -73,7 +73,7 @@ def _forward(
         key_dim=module.head_k_dim,
         value_dim=module.head_v_dim,
     )
-    out_THV = gated_delta_mixing(mixed_qkv, b, a, layer, braid)
+    out_THV = braid.mix(gated_delta_mixing, mixed_qkv, b, a, layer, braid)
     normed = module.norm(out_THV.flatten(0, 1), z.reshape(-1, module.head_v_dim))
     braid.record(int(module.layer_idx))
     out: Tensor = module.out_proj(normed.view(1, braid.num_local_tokens, module.value_dim))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import zlib
+
+import torch
 from transformers import PreTrainedModel
 
+from ..comm.consensus import agree
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
-from .fsdp import shard_parameters
+from .fsdp import check_compute_dtype, shard_parameters
+from .memory import MemoryOptions, apply_memory_options
 
 
-def parallelize(model: PreTrainedModel, mesh: Mesh | None = None, gated_delta: str = "auto") -> BraidedModel:
+def parallelize(
+    model: PreTrainedModel,
+    mesh: Mesh | None = None,
+    gated_delta: str = "auto",
+    memory: MemoryOptions | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> BraidedModel:
     """Put a stock model on the mesh; refuses, before anything is changed, a model that we could not keep
     exact.
 
@@ -18,6 +29,9 @@ def parallelize(model: PreTrainedModel, mesh: Mesh | None = None, gated_delta: s
         mesh: the device mesh; one process when left out.
         gated_delta: how gated-delta layers talk over `ring × ulysses`: by `states` (any number of heads), by
             `heads` (they must divide), or `auto`, whichever sends less for the batch at hand.
+        memory: switches that trade time for memory; the gradient stays what it is.
+        compute_dtype: `torch.bfloat16` to compute in 16 bits with float32 parameters and float32 sums of
+            gradients; the parameters' own type when left out.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -38,7 +52,27 @@ def parallelize(model: PreTrainedModel, mesh: Mesh | None = None, gated_delta: s
                 f"{axis}={getattr(mesh, axis)} is not supported yet; use 1, and dp_shard, ring or ulysses "
                 "instead"
             )
+    memory = MemoryOptions() if memory is None else memory
+    check_compute_dtype(model, compute_dtype)
     braided = BraidedModel(model, mesh, gated_delta)
-    if mesh.world_size > 1:
-        shard_parameters(braided, mesh)
+    try:
+        _agree(mesh, memory, compute_dtype)
+        apply_memory_options(braided, memory)
+    except ValueError:
+        braided.release()
+        raise
+    if mesh.world_size > 1 or any(p.dtype != (compute_dtype or p.dtype) for p in model.parameters()):
+        shard_parameters(braided, mesh, compute_dtype)
     return braided
+
+
+def _agree(mesh: Mesh, memory: MemoryOptions, compute_dtype: torch.dtype | None) -> None:
+    """Ranks that compute other layers again, or in another type, would wait for each other."""
+    shared = (memory.checkpointing, compute_dtype)
+    found = [row[0] for row in agree(mesh.cpu_group, None, [zlib.crc32(repr(shared).encode())])]
+    different = [rank for rank, other in enumerate(found) if other != found[0]]
+    if different:
+        raise ValueError(
+            f"ranks {different} differ from rank 0 in memory.checkpointing or compute_dtype; give the same "
+            "to every rank"
+        )

@@ -4,29 +4,77 @@ from __future__ import annotations
 
 import zlib
 
+import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from ..comm.consensus import agree
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 
+COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+"""What a step may be computed in. float16 would need its loss scaled."""
 
-def shard_parameters(model: BraidedModel, mesh: Mesh) -> None:
+
+def check_compute_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> None:
+    """Refuse a type that we cannot compute in, and parameters too narrow to be trained beside it."""
+    if compute_dtype is None:
+        return
+    if compute_dtype not in COMPUTE_DTYPES:
+        choices = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
+        raise ValueError(f"compute_dtype={compute_dtype} is not supported; use one of {choices}")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"compute_dtype={compute_dtype} keeps float32 parameters, but {name} is {parameter.dtype}; "
+                "load the model with dtype=torch.float32, or leave compute_dtype out"
+            )
+
+
+def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype | None = None) -> None:
     """Shard layer by layer; `.grad` is then the sum over all ranks, each of which holds its part of it.
 
-    The sum is right because every rank's loss is its own tokens' share of the one global mean.
+    The sum is right because every rank's loss is its own tokens' share of the one global mean. With a
+    `compute_dtype`, parameters are cast when they are gathered, and gradients are summed in float32. One
+    process takes the same way, as a group of one, so that `compute_dtype` means the same on any mesh.
     """
     _check_same_weights(model, mesh)
-    axes = mesh.device_meshes["fsdp"]
+    axes = mesh.device_meshes["fsdp"] if mesh.world_size > 1 else _mesh_of_one()
+    policy = MixedPrecisionPolicy()
+    if compute_dtype is not None:
+        # Inputs are not cast: the embeddings start in the right type, as in a stock model of that type, and
+        # the casting would rebuild every dataclass among a layer's arguments, the step's context included.
+        policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in model.decoder_layers:
-        fully_shard(layer, mesh=axes)
-    fully_shard(model, mesh=axes)
+        fully_shard(layer, mesh=axes, mp_policy=policy)
+    fully_shard(model, mesh=axes, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(model, "logits")
+
+
+def _mesh_of_one() -> DeviceMesh:
+    """This process alone; a process group of one is made where there is none."""
+    on_gpu = torch.cuda.is_available()
+    if not dist.is_initialized():
+        backend = "nccl" if on_gpu else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if dist.get_world_size() != 1:
+        raise ValueError(
+            f"the mesh is one process, but the process group has {dist.get_world_size()}; give their number "
+            "to the mesh, or leave compute_dtype out"
+        )
+    return init_device_mesh("cuda" if "nccl" in dist.get_backend() else "cpu", (1,))
 
 
 def _check_same_weights(model: nn.Module, mesh: Mesh) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..comm.group import Group
 from ..layout import SequenceLayout
@@ -14,6 +17,11 @@ from .chain import ChainPlan
 from .gated_delta_bytes import HeadSizes, choose
 from .gated_delta_heads import HeadsPlan
 from .ring_plan import RingPlan
+
+
+def call(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """How mixers are called when nobody has a reason to call them otherwise."""
+    return function(*args)
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,10 @@ class StepContext:
     """All ranks that share the row, ring × ulysses, in the layout's order."""
     gated_delta: str = "auto"
     """How gated-delta layers talk: by `states`, by `heads`, or `auto`, the cheaper of them."""
+    mix: Callable[..., Tensor] = call
+    """Calls a mixer, `mix(function, *args)`: a checkpoint that keeps what mixers give puts its own here, so
+    that a layer that is computed again neither mixes nor talks again.
+    """
     mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""
     _plans: dict[tuple[int | None, bool, bool], RingPlan] = field(
