@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..mesh import Mesh
 from ..models.families import family_of
+from ..models.stock import read_config, stock_class, trained_config, weight_files
 from .blocks import check_blocks
 from .media_mutants import MEDIA_MUTANTS
 from .mutants import MUTANTS, Mutant
@@ -38,17 +37,17 @@ def load_model(name: str, seed: int = 0) -> PreTrainedModel:
         raise ValueError(
             f"--model {name!r} is neither a tiny family ({known}) nor a folder with a checkpoint"
         )
-    model: PreTrainedModel = _class_of(AutoConfig.from_pretrained(name)).from_pretrained(
-        name, dtype=torch.float32
+    folder = Path(name)
+    config = read_config(folder)
+    weight_files(folder)
+    model: PreTrainedModel = stock_class(config).from_pretrained(
+        folder,
+        config=trained_config(config),
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=False,
     )
     return model.train()
-
-
-def _class_of(config: Any) -> Any:
-    """The stock class that a checkpoint was saved from; for text models the one that their config maps to."""
-    if family_of(config) is None:
-        return AutoModelForCausalLM
-    return getattr(transformers, config.architectures[0])
 
 
 def verify_model(

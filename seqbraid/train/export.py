@@ -1,0 +1,248 @@
+"""Writing what stock `from_pretrained` loads: weights, config, processor, and what else the source held."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..comm.consensus import agree
+from ..models.braided import BraidedModel
+from ..models.stock import INDEX, SINGLE, read_config, trained_config
+from .folder import new_folder
+from .lora import merged
+from .saved_names import extra_tensors, to_saved
+from .weights import TensorFile, checkpoint_folder, empty_model, read_headers, saved_dtype, shapes
+
+SHARD_BYTES = 5 << 30
+"""Size of a file of weights; no more than one file's tensors are held beside the model."""
+
+PROCESSOR_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""Files of tokenizers and processors, taken from the source where no processor is given."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written."""
+
+    folder: Path
+    files: tuple[str, ...]
+    """The files of weights."""
+    tensors: int
+    """Tensors of the model."""
+    extra: tuple[str, ...]
+    """Tensors of the source that the model's class does not know, copied as they were."""
+    total_bytes: int
+    dtype: torch.dtype
+    """Of the model's weights, or of most of them."""
+
+
+class _Piece(NamedTuple):
+    """A tensor to be written: its size, and how to get it."""
+
+    num_bytes: int
+    get: Callable[[], Tensor]
+
+
+def export(
+    model: BraidedModel | PreTrainedModel,
+    source_folder: Path | None,
+    out: Path,
+    processor: Any = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> ExportReport | None:
+    """Write a checkpoint that stock `from_pretrained` loads; all ranks call it, the first writes and reports.
+
+    Args:
+        model: on the mesh, or the stock model in one process. LoRA adapters are merged into their layers.
+        source_folder: the checkpoint that training started from. Its layout is kept, and tensors in it that
+            are not the model's (`mtp.`, Omni's talker) are carried over byte for byte. A whole Qwen3-Omni
+            comes out whole.
+        out: a new folder; it appears when all of it is written.
+        processor: processor or tokenizer, written beside the weights; the source's files when left out.
+        dtype: of the weights; as in the source, tensor by tensor, when left out.
+        shard_bytes: the most that a file of weights holds, but for a single larger tensor.
+    """
+    stock = model.model if isinstance(model, BraidedModel) else model
+    if not isinstance(model, BraidedModel):
+        return _write(stock, stock.state_dict(), source_folder, out, processor, dtype, shard_bytes)
+    state: Any
+    if isinstance(model, FSDPModule):
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(stock, options=whole)
+    else:
+        state = stock.state_dict()
+    report, error = None, None
+    if model.mesh.rank == 0:
+        try:
+            report = _write(stock, state, source_folder, out, processor, dtype, shard_bytes)
+        except (OSError, ValueError) as problem:
+            error = problem
+    agree(model.mesh.cpu_group, error)
+    return report
+
+
+def export_checkpoint(
+    run_folder: Path, checkpoint: str | int, out: Path, dtype: torch.dtype | None = None
+) -> ExportReport:
+    """Write the model of a run's checkpoint (`last`, `best` or a step) as stock transformers loads it.
+
+    The run's folder knows the rest: `model/` has the config and the processor, `config.yaml` the checkpoint
+    that the run started from and its adapters.
+    """
+    from ..data.processor import load_processor
+    from ..mesh import Mesh
+    from ..parallelize.api import parallelize
+    from .checkpoint import Checkpoints
+    from .config import load_config
+    from .lora import LoraOptions, add_lora
+
+    path = _checkpoint_path(run_folder, checkpoint)
+    run = load_config(run_folder / "config.yaml")
+    model = empty_model(
+        run_folder / "model", torch.bfloat16 if run.precision == "bfloat16" else torch.float32
+    )
+    if run.lora.rank:
+        lora = run.lora
+        add_lora(model, LoraOptions(lora.rank, lora.alpha, lora.targets, lora.dropout, lora.rslora))
+    mesh = Mesh()
+    braided = parallelize(model, mesh)
+    Checkpoints(run_folder / "checkpoints", mesh).load(path, braided, None)
+    source = None if run.model.startswith("tiny:") else checkpoint_folder(run.model)
+    report = export(braided, source, out, load_processor(run_folder / "model"), dtype)
+    assert report is not None
+    return report
+
+
+def _checkpoint_path(run_folder: Path, checkpoint: str | int) -> Path:
+    folder = run_folder / "checkpoints"
+    name = str(checkpoint)
+    if name in ("last", "best"):
+        if not (folder / name).is_file():
+            raise ValueError(f"{run_folder} has no {name!r} checkpoint{_published(folder)}")
+        name = (folder / name).read_text(encoding="utf-8").strip()
+    elif name.isdecimal():
+        name = f"step-{int(name):08d}"
+    if Path(name).name != name or not (folder / name).is_dir():
+        raise ValueError(f"{run_folder} has no checkpoint {checkpoint!r}{_published(folder)}")
+    return folder / name
+
+
+def _published(folder: Path) -> str:
+    steps = sorted(int(p.name.removeprefix("step-")) for p in folder.glob("step-*") if p.name[5:].isdecimal())
+    return f"; it has {', '.join(map(str, steps))}" if steps else "; it has none"
+
+
+def _write(
+    model: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    source_folder: Path | None,
+    out: Path,
+    processor: Any,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> ExportReport:
+    source = {} if source_folder is None else read_headers(source_folder)
+    layout = shapes(source) if source else None
+    saved = to_saved(model, merged(model, state), layout)
+    extra = extra_tensors(model, layout) if layout else ()
+    default = dtype or _original_dtype(model, source_folder)
+    pieces = {name: _own(x, dtype, source.get(name), default) for name, x in saved.items()}
+    pieces |= {name: _copied(name, source[name]) for name in extra}
+    with new_folder(out) as folder:
+        files, total = _write_weights(folder, pieces, shard_bytes)
+        _write_configs(folder, model, source_folder, default)
+        if processor is not None:
+            processor.save_pretrained(str(folder))
+        elif source_folder is not None:
+            for name in PROCESSOR_FILES:
+                if (source_folder / name).is_file():
+                    shutil.copyfile(source_folder / name, folder / name)
+    return ExportReport(out, tuple(files), len(saved), extra, total, default)
+
+
+def _own(x: Tensor, asked: torch.dtype | None, before: TensorFile | None, default: torch.dtype) -> _Piece:
+    """A weight of the model; one that is no floating-point number stays what it is."""
+    dtype = asked or (default if before is None else before.dtype)
+    dtype = dtype if x.is_floating_point() and dtype.is_floating_point else x.dtype
+    return _Piece(x.numel() * dtype.itemsize, lambda: x.detach().to("cpu", dtype).contiguous())
+
+
+def _copied(name: str, tensor: TensorFile) -> _Piece:
+    """A tensor of the source, read when its turn has come."""
+
+    def get() -> Tensor:
+        with safe_open(tensor.file, "pt") as file:
+            found: Tensor = file.get_tensor(name)
+        return found
+
+    return _Piece(tensor.num_bytes, get)
+
+
+def _write_weights(folder: Path, pieces: Mapping[str, _Piece], shard_bytes: int) -> tuple[list[str], int]:
+    """Files of at most `shard_bytes`, and the index of what is where; gives their names and size."""
+    shards = list(_shards(pieces, shard_bytes))
+    places: dict[str, str] = {}
+    files = []
+    for number, names in enumerate(shards, 1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file({name: pieces[name].get() for name in names}, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(names, file)
+        files.append(file)
+    total = sum(piece.num_bytes for piece in pieces.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return files, total
+
+
+def _shards(pieces: Mapping[str, _Piece], shard_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, piece in pieces.items():
+        if names and size + piece.num_bytes > shard_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += piece.num_bytes
+    yield names
+
+
+def _write_configs(
+    folder: Path, model: PreTrainedModel, source_folder: Path | None, dtype: torch.dtype
+) -> None:
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    whole = None if source_folder is None else read_config(source_folder)
+    if whole is not None and trained_config(whole) is not whole:  # the thinker goes back into the whole Omni
+        whole.thinker_config = config
+        config = whole
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    generation = None if source_folder is None else source_folder / "generation_config.json"
+    if generation is not None and generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
+    elif isinstance(model.generation_config, GenerationConfig):
+        model.generation_config.save_pretrained(folder)
+
+
+def _original_dtype(model: PreTrainedModel, source_folder: Path | None) -> torch.dtype:
+    config = model.config if source_folder is None else read_config(source_folder)
+    return saved_dtype(config) or model.dtype

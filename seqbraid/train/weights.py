@@ -1,0 +1,159 @@
+"""Loading a checkpoint's folder: stock classes, safetensors alone, no code that a folder brings along."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ..models.stock import read_config, stock_class, trained_config, weight_files
+from .saved_names import extra_tensors
+
+PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.txt",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+)
+"""What is fetched of a checkpoint on the hub: no pickles, no code."""
+
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+}  # fmt: skip
+"""What safetensors calls torch's dtypes."""
+
+
+class Stock(NamedTuple):
+    """A stock model and what its folder holds beside it."""
+
+    model: PreTrainedModel
+    extra: tuple[str, ...]
+    """Tensors of the folder that the model's class does not know, such as `mtp.` or Omni's talker."""
+    folder: Path
+
+
+class TensorFile(NamedTuple):
+    """Where a tensor of a checkpoint lies, from the files' headers."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def checkpoint_folder(path_or_name: str | Path) -> Path:
+    """A folder as it is, or the local snapshot of a checkpoint on the hub."""
+    folder = Path(path_or_name).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(path_or_name)
+    if folder.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ValueError(f"{name!r} is neither a folder nor the name of a checkpoint on the hub (owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"{name!r} is no folder, and cannot be had from the hub: {error}") from None
+
+
+def load_stock(
+    path_or_name: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> Stock:
+    """The model of a checkpoint, in training mode, with every weight of it from safetensors files.
+
+    Args:
+        path_or_name: a checkpoint's folder or its name on the hub. Of a whole Qwen3-Omni the thinker is
+            loaded.
+        dtype: of the parameters; the checkpoint's own when left out.
+        device: with `meta` no weight is read, only the model's structure and the headers.
+    """
+    folder = checkpoint_folder(path_or_name)
+    config = read_config(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{folder} is quantized; train from the checkpoint it was made from")
+    tensors = read_headers(folder)
+    with torch.device("meta"):
+        model = empty_model(folder, dtype)
+    # Before anything is read, and before a run whose result could not be written beside the rest.
+    extra = extra_tensors(model, shapes(tensors))
+    if torch.device(device).type != "meta":
+        found = type(model)
+        model, report = found.from_pretrained(
+            folder,
+            config=trained_config(config),
+            dtype=dtype if dtype is not None else "auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        if report["missing_keys"]:
+            missing = sorted(report["missing_keys"])
+            raise ValueError(
+                f"{folder} lacks {len(missing)} tensors of {found.__name__}, which would start from random "
+                f"numbers: {', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}"
+            )
+        model = model.to(device)
+    return Stock(model.train(), extra, folder)
+
+
+def empty_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model of a folder's config, with weights of no meaning, which are still to be loaded into it."""
+    config = read_config(folder)
+    own, found = trained_config(config), stock_class(config)
+    with no_init_weights():
+        model: PreTrainedModel = found._from_config(own, dtype=dtype or saved_dtype(config) or torch.float32)
+    model.tie_weights()  # a part of the initialization that was left out
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.train()
+
+
+def read_headers(folder: Path) -> dict[str, TensorFile]:
+    """Every tensor of a checkpoint, from the headers of its files; none is loaded."""
+    found: dict[str, TensorFile] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    part = file.get_slice(name)
+                    dtype = DTYPES.get(part.get_dtype())
+                    if dtype is None:
+                        raise ValueError(
+                            f"{path}: {name} has dtype {part.get_dtype()}; known are {', '.join(DTYPES)}"
+                        )
+                    found[name] = TensorFile(path, dtype, tuple(part.get_shape()))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+    return found
+
+
+def shapes(tensors: Mapping[str, TensorFile]) -> dict[str, tuple[int, ...]]:
+    """The shapes alone."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def saved_dtype(config: Any) -> torch.dtype | None:
+    """The dtype that a config says its checkpoint is in; None where it says nothing."""
+    found = config.dtype or trained_config(config).dtype or config.get_text_config().dtype
+    dtype: torch.dtype | None = getattr(torch, found) if isinstance(found, str) else found
+    return dtype
