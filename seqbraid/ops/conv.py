@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .boundaries import Boundaries, as_boundaries
+from .fla_status import fla_status
 
 TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 """Numbers that are widened at a time: what stays near the caches of a CPU, what fills a GPU."""
@@ -82,6 +83,8 @@ def causal_conv(
     if activation not in (None, "silu"):
         raise ValueError(f"activation {activation!r} is not known; use None or 'silu'")
 
+    if _takes_fla(x_TC, weight_CW):
+        return _by_fla(x_TC, weight_CW, bias_C, cu, halo_NWC, activation)
     plan = ConvPlan.of(cu, width, x_TC.device)
     row_TC = weight_CW.new_zeros(plan.num_rows, channels)
     row_TC = row_TC.index_copy(0, plan.token_rows_T, x_TC[plan.start : plan.stop].to(weight_CW.dtype))
@@ -93,6 +96,45 @@ def causal_conv(
     if activation == "silu":
         y_TC = F.silu(y_TC)
     return F.pad(y_TC.to(x_TC.dtype), (0, 0, plan.start, num_tokens - plan.stop))
+
+
+def _takes_fla(x_TC: Tensor, weight_CW: Tensor) -> bool:
+    """Whether flash-linear-attention's kernel takes these tensors."""
+    if not x_TC.is_cuda or not len(x_TC) or x_TC.dtype != weight_CW.dtype or weight_CW.shape[1] < 2:
+        return False
+    return x_TC.dtype in (torch.float16, torch.bfloat16) and fla_status(x_TC.device).usable
+
+
+@lru_cache(maxsize=16)
+def _on_device(cu: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Boundaries from 0 on the device and on the host."""
+    host = torch.tensor(cu) - cu[0]
+    return host.to(device), host
+
+
+def _by_fla(
+    x_TC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    cu: tuple[int, ...],
+    halo_NWC: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    from fla.modules.causal_conv1d import causal_conv1d  # late: it takes a while, and needs a GPU
+
+    # Its state is the last W inputs, of which the first is not read any more.
+    state_NCW = None if halo_NWC is None else F.pad(halo_NWC.to(x_TC.dtype).transpose(1, 2), (1, 0))
+    on_device, on_host = _on_device(cu, x_TC.device)
+    y_TC, _ = causal_conv1d(
+        x_TC[None, cu[0] : cu[-1]],
+        weight_CW,
+        bias_C,
+        initial_state=None if state_NCW is None else state_NCW.contiguous(),
+        activation=activation,
+        cu_seqlens=on_device,
+        cu_seqlens_cpu=on_host,
+    )
+    return F.pad(y_TC[0], (0, 0, cu[0], len(x_TC) - cu[-1]))
 
 
 class _Windows(torch.autograd.Function):
