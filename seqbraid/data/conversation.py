@@ -1,0 +1,268 @@
+"""Conversations: one record of a dataset, checked and brought to one form.
+
+Accepted are three ways to write the same thing:
+
+- OpenAI: `{"messages": [{"role": "user", "content": "…" or a list of parts}, …], "tools": […]}`;
+- ms-swift: `messages` whose text holds `<image>`, `<video>`, `<audio>` where the items of the lists `images`,
+  `videos`, `audios` beside them belong; or `query`, `response` and, optionally, `system` and `history`;
+- ShareGPT: `{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}`, with
+  the same markers and lists.
+
+Every refusal is a `ValueError` that says where in the record and what to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from .parts import LIST_OF_KIND, Kind, Marker, MediaRef, listed_media, parse_content
+from .plain_json import check_plain, show
+from .tools import check_tool_calls, parse_tools
+
+__all__ = ["Conversation", "Kind", "MediaRef", "Role", "Turn", "parse_conversation"]
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+OPENAI_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+SHAREGPT_ROLES: dict[str, Role] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+STYLES = (
+    "a record has either `messages` (role and content), `conversations` (from and value), or `query` and "
+    "`response`"
+)
+EXTRA = ("tool_calls", "reasoning_content", "name", "tool_call_id")
+"""Keys of a message that chat templates read beside role and content."""
+
+LOSS_KEYS = ("loss", "weight")
+"""How a message says whether it is learnt; `weight` is OpenAI's name for it."""
+
+_Draft = tuple[str, Role, list[Any], Mapping[str, Any]]
+"""Where a turn stands, its role, its parts (a marker may still be among them), and its message."""
+
+USED = (
+    "messages",
+    "conversations",
+    "query",
+    "response",
+    "history",
+    "system",
+    "tools",
+    *LIST_OF_KIND.values(),
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one speaker says: texts and media in order."""
+
+    role: Role
+    parts: tuple[str | MediaRef, ...]
+    loss: bool
+    """Whether the model learns to say this; only ever so for the assistant."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """`tool_calls`, `reasoning_content`, `name`, `tool_call_id`, where the record has them."""
+
+    @property
+    def media(self) -> list[MediaRef]:
+        """The media of this turn, in order."""
+        return [part for part in self.parts if isinstance(part, MediaRef)]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of one sample and the tools its assistant may call."""
+
+    turns: tuple[Turn, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def media(self) -> list[MediaRef]:
+        """All media, in the order in which they are met."""
+        return [item for turn in self.turns for item in turn.media]
+
+
+def parse_conversation(record: Any) -> Conversation:
+    """Check a record and bring it to one form.
+
+    >>> talk = parse_conversation(
+    ...     {
+    ...         "messages": [
+    ...             {"role": "user", "content": "<image>What is it?"},
+    ...             {"role": "assistant", "content": "A cat."},
+    ...         ],
+    ...         "images": ["cat.png"],
+    ...     }
+    ... )
+    >>> talk.media[0].source, [turn.loss for turn in talk.turns]
+    ('cat.png', [False, True])
+    """
+    if not isinstance(record, Mapping):
+        raise ValueError(f"a record is a JSON object, not {show(record)}; {STYLES}")
+    # Arrow tables fill the columns that a record does not have with null, so null is the same as absent.
+    record = {key: record[key] for key in USED if record.get(key) is not None}
+    listed = {kind: listed_media(record.get(name), kind, name) for kind, name in LIST_OF_KIND.items()}
+    check_plain(record)
+    kinds_listed = frozenset(kind for kind, refs in listed.items() if refs)
+    turns: list[_Draft] = []
+    for where, role, message in _messages(record):
+        parts = parse_content(
+            message.get("content"), kinds_listed, f"{where}.content", bool(message.get("tool_calls"))
+        )
+        turns.append((where, role, parts, message))
+    _place_listed(turns, listed)
+    checked = tuple(_turn(*turn) for turn in turns)
+    _check_order(checked)
+    return Conversation(checked, parse_tools(record.get("tools")))
+
+
+def _messages(record: Mapping[str, Any]) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
+    """Where, role and message (with `content`) of each turn, whatever the style."""
+    styles = [key for key in ("messages", "conversations") if key in record]
+    if not styles and "response" in record:
+        styles = ["response"]
+    if len(styles) != 1:
+        found = " and ".join(f"`{style}`" for style in styles) or "none of them"
+        raise ValueError(f"{STYLES}; this one has {found}")
+    style = styles[0]
+    turns = list(_query_response(record) if style == "response" else _listed_turns(record[style], style))
+    if "system" in record:
+        if not isinstance(record["system"], str):
+            raise ValueError(f"system is a string, not {show(record['system'])}")
+        if any(role == "system" for _, role, _ in turns):
+            raise ValueError("the record has both `system` and a system turn; keep one of them")
+        if record["system"]:
+            yield "system", "system", {"content": record["system"]}
+    yield from turns
+
+
+def _listed_turns(messages: Any, style: str) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
+    """The turns of `messages` or `conversations`."""
+    who, what, roles = (
+        ("role", "content", OPENAI_ROLES) if style == "messages" else ("from", "value", SHAREGPT_ROLES)
+    )
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{style} is a list of at least one turn, not {show(messages)}")
+    for number, message in enumerate(messages):
+        where = f"{style}[{number}]"
+        if not isinstance(message, dict):
+            raise ValueError(f"{where} is an object with `{who}` and `{what}`, not {show(message)}")
+        role = message.get(who)
+        if not isinstance(role, str) or role not in roles:
+            near = get_close_matches(role.lower(), roles, 1) if isinstance(role, str) else []
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where}.{who} is {show(role)}; valid are {', '.join(roles)}{hint}")
+        if style == "conversations":
+            if not isinstance(message.get("value"), str):
+                raise ValueError(f"{where}.value is a string, not {show(message.get('value'))}")
+            message = {**message, "content": message["value"]}
+        yield where, roles[role], message
+
+
+def _query_response(record: Mapping[str, Any]) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
+    """The turns of `history`, `query` and `response`."""
+    history = record.get("history", [])
+    if not isinstance(history, list):
+        raise ValueError(f"history is a list of [query, response] pairs, not {show(history)}")
+    for number, pair in enumerate(history):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"history[{number}] is a [query, response] pair, not {show(pair)}")
+        yield f"history[{number}][0]", "user", {"content": pair[0]}
+        yield f"history[{number}][1]", "assistant", {"content": pair[1]}
+    if "query" in record:
+        yield "query", "user", {"content": record["query"]}
+    yield "response", "assistant", {"content": record["response"]}
+
+
+def _place_listed(turns: Sequence[_Draft], listed: Mapping[Kind, list[MediaRef]]) -> None:
+    """Put the items of `images`, `videos`, `audios` where their markers are, in place."""
+    unmarked: list[MediaRef] = []
+    for kind in get_args(Kind):
+        refs = listed[kind]
+        places = [
+            (parts, place)
+            for _, _, parts, _ in turns
+            for place, part in enumerate(parts)
+            if isinstance(part, Marker) and part.kind == kind
+        ]
+        if refs and not places:
+            unmarked += refs
+        elif len(refs) != len(places):
+            name = LIST_OF_KIND[kind]
+            literal = "" if refs else f'; a literal "<{kind}>" is written {{"type": "text", "text": …}}'
+            raise ValueError(
+                f"the record has {len(places)} <{kind}> markers and {len(refs)} items in `{name}`; give one "
+                f"item for each marker{literal}"
+            )
+        else:
+            for (parts, place), ref in zip(places, refs, strict=True):
+                # A part may say how its item is to be read even when the item stands in the list.
+                parts[place] = replace(ref, options={**ref.options, **parts[place].options})
+    if unmarked:
+        first = next((parts for _, role, parts, _ in turns if role == "user"), None)
+        if first is None:
+            raise ValueError(
+                f"{len(unmarked)} media without markers go before the first user turn; there is none"
+            )
+        first[:0] = unmarked
+
+
+def _turn(where: str, role: Role, parts: Sequence[str | MediaRef], message: Mapping[str, Any]) -> Turn:
+    extra = {key: message[key] for key in EXTRA if message.get(key) is not None}
+    for key in EXTRA[1:]:
+        if not isinstance(extra.get(key, ""), str):
+            raise ValueError(f"{where}.{key} is a string, not {show(extra[key])}")
+    if "tool_calls" in extra:
+        check_tool_calls(extra["tool_calls"], role, f"{where}.tool_calls")
+    if role == "system" and any(isinstance(part, MediaRef) for part in parts):
+        raise ValueError(f"{where} is a system turn with media; move them to a user turn")
+    said = any(isinstance(part, str) and part.strip() for part in parts)
+    if role == "assistant" and not said and not extra.get("tool_calls"):
+        raise ValueError(
+            f"{where} is an assistant turn without text: nothing to learn; leave it out or fill it in"
+        )
+    return Turn(role, tuple(parts), _loss(message, role, where), extra)
+
+
+def _loss(message: Mapping[str, Any], role: Role, where: str) -> bool:
+    if message.get("loss_scale") is not None:
+        raise ValueError(f'{where}.loss_scale is not supported; use "loss": true or false')
+    given = [key for key in LOSS_KEYS if message.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{where} has both `loss` and `weight`; keep `loss`")
+    if not given:
+        return role == "assistant"
+    key = given[0]
+    # A list is equal to no number, and True is 1: both are what is meant here.
+    if message[key] not in (0, 1):
+        raise ValueError(f"{where}.{key} is true or false, not {show(message[key])}")
+    if message[key] and role != "assistant":
+        raise ValueError(f"{where}.{key} is true on a {role} turn; only assistant turns are learnt")
+    return bool(message[key])
+
+
+def _check_order(turns: Sequence[Turn]) -> None:
+    for number, turn in enumerate(turns):
+        if turn.role == "system" and number:
+            raise ValueError(f"turn {number} is a system turn; the system speaks first or not at all")
+        if turn.role == "tool" and (not number or turns[number - 1].role not in ("assistant", "tool")):
+            raise ValueError(f"turn {number} is a tool's answer, but no assistant turn comes before it")
+    if not any(turn.loss for turn in turns):
+        raise ValueError('no assistant turn with loss: nothing to learn (is "loss" false everywhere?)')

@@ -1,0 +1,179 @@
+"""Where records come from: JSONL files read at random by byte offset, and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from .jsonl import JsonlSource, digest, file_fingerprint
+from .plain_json import show
+
+__all__ = ["DatasetSource", "JoinedSource", "JsonlSource", "Source", "open_source"]
+
+ACCEPTED = (
+    "a .jsonl or .ndjson file, a .parquet file, a pattern of such files, a folder written by "
+    "`Dataset.save_to_disk`, or `hf:owner/name[:config][@split]`"
+)
+
+
+class Source(Protocol):
+    """Records that can be read in any order; picklable, so that workers open their own."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any:
+        """The record, parsed but not checked; `ValueError` if it cannot be read."""
+
+    def where(self, index: int) -> str:
+        """A name for the record that a user can look up, such as `train.jsonl:17`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when the records do."""
+
+
+def open_source(paths: str | Sequence[str]) -> Source:
+    """Open one or several sources as one, in the order given; the files of a pattern are sorted by name."""
+    paths = [paths] if isinstance(paths, str) else list(paths)
+    names = [name for path in paths for name in _expand(str(path))]
+    if not names:
+        raise ValueError(f"no source is given; give {ACCEPTED}")
+    # A file's own name is enough to find it by, unless two files share it.
+    short = [Path(name).name for name in names]
+    sources = [
+        _open_one(name, own if short.count(own) == 1 else name)
+        for name, own in zip(names, short, strict=True)
+    ]
+    empty = [name for name, source in zip(names, sources, strict=True) if not len(source)]
+    if empty:
+        raise ValueError(f"{empty[0]} holds no records")
+    return sources[0] if len(sources) == 1 else JoinedSource(sources)
+
+
+class DatasetSource:
+    """A dataset of the library `datasets`."""
+
+    def __init__(self, dataset: Any, name: str, fingerprint: str) -> None:
+        # As Arrow, so that no feature is decoded here: pictures are opened where limits are kept.
+        self.dataset = dataset.with_format("arrow")
+        self.name = name
+        self.fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        try:
+            return self.dataset[index].to_pylist()[0]
+        except Exception as error:
+            raise ValueError(f"the record cannot be read: {type(error).__name__}: {error}") from error
+
+    def where(self, index: int) -> str:
+        """The dataset's name and the row's number, counted from zero as the library does."""
+        return f"{self.name}[{index}]"
+
+
+class JoinedSource:
+    """Several sources, one after the other."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+        self._starts = list(accumulate(map(len, self.sources), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        source, inner = self._find(index)
+        return source[inner]
+
+    def where(self, index: int) -> str:
+        """The name that the record has in its own source."""
+        source, inner = self._find(index)
+        return source.where(inner)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all the sources, in order."""
+        return digest(source.fingerprint for source in self.sources)
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        number = bisect_right(self._starts, index) - 1
+        return self.sources[number], index - self._starts[number]
+
+
+def _expand(path: str) -> list[str]:
+    if path.startswith("hf:") or os.path.exists(path):
+        return [path]
+    if not glob.has_magic(path):
+        raise ValueError(f"{path} does not exist; give {ACCEPTED}")
+    found = sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise ValueError(f"no file matches {path}")
+    return found
+
+
+def _open_one(path: str, name: str) -> Source:
+    suffix = Path(path).suffix.lower()
+    if path.startswith("hf:"):
+        return _open_hub(path)
+    if os.path.isdir(path):
+        return _open_folder(path)
+    if suffix in (".jsonl", ".ndjson"):
+        return JsonlSource(path, name)
+    if suffix == ".parquet":
+        dataset = _call(path, _datasets().Dataset.from_parquet, path)
+        return DatasetSource(dataset, name, file_fingerprint(Path(path)))
+    hint = "; write one record a line, for instance with `jq -c '.[]'`" if suffix == ".json" else ""
+    raise ValueError(f"{path} is of no kind that is read; give {ACCEPTED}{hint}")
+
+
+def _open_folder(path: str) -> Source:
+    dataset = _call(path, _datasets().load_from_disk, path)
+    if isinstance(dataset, dict):
+        raise ValueError(
+            f"{path} has splits; give one of {', '.join(os.path.join(path, key) for key in dataset)}"
+        )
+    files = sorted({file["filename"] for file in dataset.cache_files})
+    # The rows' own fingerprint tells apart two selections from the same files.
+    prints = [file_fingerprint(Path(file)) for file in files]
+    return DatasetSource(dataset, Path(path).name, digest([dataset._fingerprint, *prints]))
+
+
+def _open_hub(path: str) -> Source:
+    found = re.fullmatch(
+        r"hf:(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?", path
+    )
+    if found is None:
+        raise ValueError(f"{show(path)} names no dataset; write hf:owner/name[:config][@split]")
+    split = found["split"] or "train"
+    dataset = _call(path, _datasets().load_dataset, found["name"], found["config"], split=split)
+    return DatasetSource(dataset, path, digest([dataset._fingerprint, str(len(dataset))]))
+
+
+def _datasets() -> Any:
+    try:
+        return import_module("datasets")
+    except ImportError:
+        raise ValueError(
+            "datasets is not installed; pip install 'seqbraid[datasets]', or use .jsonl"
+        ) from None
+
+
+def _call(path: str, open_: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the library, whose failures are of many kinds, and name the source in what it says."""
+    try:
+        return open_(*args, **kwargs)
+    except Exception as error:
+        raise ValueError(f"{path} cannot be opened: {type(error).__name__}: {error}") from error
