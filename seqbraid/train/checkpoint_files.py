@@ -1,0 +1,242 @@
+"""Folders of checkpoints on disk: written whole, published by one rename, found again after a kill.
+
+A published folder `step-00000030` holds `complete.json`, which names every other file with size and CRC-32.
+`last` and `best` are text files with a folder's name. A killed run may leave `step-….tmp` (not published),
+`step-….old` (published, moved aside for its successor) and `step-….gone` (being deleted).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MANIFEST = "complete.json"
+FORMAT = 1
+BLOCK = 2**24
+"""Bytes per read and write: large enough for the disk, small enough that the checksum runs in cache."""
+
+_PUBLISHED = re.compile(r"step-(\d{8,})")
+_LEFTOVER = re.compile(r"(step-\d{8,})\.(tmp|old|gone)")
+_FILE = re.compile(r"(rank-\d{5,}\.safetensors|index\.json|state\.json)")
+_log = logging.getLogger(__name__)
+
+
+class FileRecord(NamedTuple):
+    """What the manifest knows of a file."""
+
+    size: int
+    crc32: int
+
+
+def folder_name(step: int) -> str:
+    """The name of a step's published folder.
+
+    >>> folder_name(30)
+    'step-00000030'
+    """
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step of a published folder, by its name."""
+    match = _PUBLISHED.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not a checkpoint; its name would be like {folder_name(30)}")
+    return int(match[1])
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write a file and wait until the disk has it; gives its size and checksum."""
+    size = crc32 = 0
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        for part in parts:
+            view = memoryview(part)
+            while len(view):
+                block = view[:BLOCK]
+                written = os.write(handle, block)
+                crc32 = zlib.crc32(block[:written], crc32)
+                size += written
+                view = view[written:]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return FileRecord(size, crc32)
+
+
+def read_record(path: Path) -> FileRecord:
+    """The size and checksum of a file as it is now."""
+    size = crc32 = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            crc32 = zlib.crc32(block, crc32)
+            size += len(block)
+    return FileRecord(size, crc32)
+
+
+def write_json(path: Path, value: Any) -> FileRecord:
+    """Write a value as JSON."""
+    return write_file(path, [json.dumps(value, separators=(",", ":")).encode()])
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> None:
+    """Write `complete.json`, the last file of a folder, with a checksum of its own."""
+    body = {"format": FORMAT, "step": step, "files": {name: list(record) for name, record in files.items()}}
+    write_json(folder / MANIFEST, body | {"crc32": _digest(body)})
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """The files that a published folder must have; ValueError where the manifest is missing or damaged."""
+    path = folder / MANIFEST
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is not a complete checkpoint: {MANIFEST} is missing") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(body, dict) or body.pop("crc32", None) != _digest(body):
+        raise ValueError(f"{path} is damaged: its checksum does not fit")
+    if body["format"] != FORMAT:
+        raise ValueError(f"{path} has format {body['format']}; this version reads format {FORMAT}")
+    if body["step"] != step_of(folder):
+        raise ValueError(f"{path} is of step {body['step']}; the folder was renamed or mixed up")
+    for name in body["files"]:
+        if _FILE.fullmatch(name) is None:
+            raise ValueError(f"{path} names the file {name!r}, which no checkpoint has")
+    return {name: FileRecord(*record) for name, record in body["files"].items()}
+
+
+def check_file(path: Path, expected: FileRecord, checksum: bool) -> None:
+    """ValueError with the file's name unless it is there with its size, and if asked for its checksum."""
+    try:
+        size = path.stat().st_size
+        found = read_record(path) if checksum and size == expected.size else FileRecord(size, expected.crc32)
+    except FileNotFoundError:
+        raise ValueError(f"the checkpoint is damaged: {path} is missing") from None
+    if found.size != expected.size:
+        raise ValueError(f"the checkpoint is damaged: {path} has {size} bytes instead of {expected.size}")
+    if found.crc32 != expected.crc32:
+        raise ValueError(f"the checkpoint is damaged: the checksum of {path} does not fit")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has its manifest and every file of it at its size."""
+    try:
+        for name, record in read_manifest(folder).items():
+            check_file(folder / name, record, checksum=False)
+    except ValueError:
+        return False
+    return True
+
+
+def point(root: Path, pointer: str, name: str) -> None:
+    """Make `last` or `best` name a folder, in one step."""
+    fresh = root / f"{pointer}.tmp"
+    write_file(fresh, [f"{name}\n".encode()])
+    os.replace(fresh, root / pointer)
+    sync_folder(root)
+
+
+def pointed(root: Path, pointer: str) -> Path | None:
+    """The complete folder that a pointer names; None where the pointer is missing, torn, or names none."""
+    try:
+        name = (root / pointer).read_text(encoding="ascii").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    return root / name if _PUBLISHED.fullmatch(name) and is_complete(root / name) else None
+
+
+def newest(root: Path) -> Path | None:
+    """The folder to resume from: what `last` names, else the complete one that was published last."""
+    if not root.is_dir():
+        return None
+    named = pointed(root, "last")
+    return named or next((folder for folder in _by_age(root) if is_complete(folder)), None)
+
+
+def publish(root: Path, name: str) -> Path:
+    """Rename a written folder to its published name; one of the same step is replaced by it."""
+    fresh, final, old = root / f"{name}.tmp", root / name, root / f"{name}.old"
+    sync_folder(fresh)
+    if final.exists():
+        # A rename cannot replace a folder that has files. Killed in between, `recover` puts the old one back.
+        remove(old)
+        os.rename(final, old)
+    try:
+        os.rename(fresh, final)
+    except OSError:
+        if old.exists():
+            os.rename(old, final)
+        raise
+    sync_folder(root)
+    remove(old)
+    return final
+
+
+def recover(root: Path, busy: str | None) -> None:
+    """Undo what a killed run left half done; `busy` is a folder that is being written now."""
+    if not root.is_dir():
+        return
+    for path in sorted(root.iterdir()):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match is None or path.name == busy:
+            continue
+        if match[2] == "old" and not (root / match[1]).exists():
+            os.rename(path, root / match[1])
+        else:
+            remove(path)
+
+
+def retain(root: Path, keep: int, protected: Iterable[str]) -> None:
+    """Delete all but the `keep` folders published last, `last`, `best` and the protected ones."""
+    names = set(protected) | {p.name for p in (pointed(root, "last"), pointed(root, "best")) if p is not None}
+    for folder in _by_age(root)[keep:]:
+        if folder.name in names:
+            continue
+        # Under another name first: half a folder must never pass for a checkpoint.
+        gone = folder.with_name(f"{folder.name}.gone")
+        try:
+            os.rename(folder, gone)
+            remove(gone)
+        except OSError as error:
+            _log.warning("the old checkpoint %s could not be removed: %s", folder, error)
+
+
+def remove(folder: Path) -> None:
+    """Delete a folder that may or may not be there."""
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def discard(folder: Path) -> None:
+    """Delete what can be deleted of a folder that could not be written."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _by_age(root: Path) -> list[Path]:
+    """Published folders, the youngest first: by time, for a run may have been set back to an earlier step."""
+    found = []
+    for path in root.iterdir():
+        if _PUBLISHED.fullmatch(path.name) and (path / MANIFEST).is_file():
+            found.append(((path / MANIFEST).stat().st_mtime_ns, step_of(path), path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def _digest(body: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
