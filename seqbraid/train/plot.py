@@ -15,6 +15,7 @@ BLUE, ORANGE, GREEN, GREY = "#2f86d1", "#e8871a", "#1f9e78", "#8a94a0"
 
 WIDTH, HEIGHT = 880, 300
 LEFT, RIGHT, TOP, BOTTOM = 76, 18, 64, 46
+LEGEND_HEIGHT = 26
 FONT = "system-ui, sans-serif"
 MOST_TICKS = 7
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -31,6 +32,21 @@ class Series:
     width: float = 1.6
     dash: str = ""
     """Lengths of strokes and gaps, as SVG has them; solid when empty."""
+    dots: bool = False
+    """A dot at each point, as a curve of few points wants; a single point always has one."""
+    opacity: float = 1.0
+    """Below 1, a noisy curve lets one above it be seen."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at an x: a line across the plot, or a tick on its edge."""
+
+    x: float
+    name: str
+    """Shown when the pointer rests on it."""
+    color: str
+    across: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,8 @@ def line_plot(
     y_label: str,
     log: bool = False,
     y_range: tuple[float, float] | None = None,
+    marks: Sequence[Mark] = (),
+    legend: bool = True,
 ) -> str:
     """An SVG of curves over a common x.
 
@@ -72,6 +90,8 @@ def line_plot(
         y_label: what the y axis measures.
         log: a logarithmic y axis; what is not above 0 lies on its lower edge.
         y_range: the ends of the y axis; from the data when left out.
+        marks: what happened along the x axis; those beside the curves are left out.
+        legend: names and colours below the title; where a page has them once, a plot can do without.
 
     >>> svg = line_plot("squares", [Series("n²", [0, 1, 2], [0, 1, 4], BLUE)], "n", "value")
     >>> svg.count("<polyline")
@@ -81,7 +101,8 @@ def line_plot(
     x_values = [float(x) for one in series for x in one.x]
     y_values = [float(y) for one in series for y in one.y]
     x_axis = Axis(*_widened(min(x_values), max(x_values)), LEFT, WIDTH - RIGHT)
-    y_axis = Axis(*(y_range or data_range(y_values, log)), HEIGHT - BOTTOM, TOP, log)
+    top = TOP if legend else TOP - LEGEND_HEIGHT
+    y_axis = Axis(*(y_range or data_range(y_values, log)), HEIGHT - BOTTOM, top, log)
 
     root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
     root.attrib |= {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "font-family": FONT, "font-size": "12"}
@@ -89,7 +110,9 @@ def line_plot(
     page = _add(root, "g", fill="currentColor")
     _add(page, "text", title, x=LEFT, y=20, font_size=15, font_weight=600)
     _draw_axes(page, x_axis, y_axis, x_label, y_label)
-    _draw_legend(page, series)
+    if legend:
+        _draw_legend(page, series)
+    _draw_marks(root, [mark for mark in marks if x_axis.low <= mark.x <= x_axis.high], x_axis, y_axis)
     for one in series:
         points = " ".join(
             f"{x_axis.place(x):.2f},{y_axis.place(y):.2f}" for x, y in zip(one.x, one.y, strict=True)
@@ -98,6 +121,12 @@ def line_plot(
         curve.attrib |= {"stroke-linejoin": "round", "stroke-linecap": "round", "data-series": one.name}
         if one.dash:
             curve.set("stroke-dasharray", one.dash)
+        if one.opacity < 1:
+            curve.set("stroke-opacity", f"{one.opacity:g}")
+        if one.dots or len(one.x) == 1:
+            dots = _add(root, "g", fill=one.color)
+            for x, y in zip(one.x, one.y, strict=True):
+                _add(dots, "circle", cx=x_axis.place(x), cy=y_axis.place(y), r=one.width + 1)
     ET.indent(root, " ")
     return ET.tostring(root, encoding="unicode")
 
@@ -195,6 +224,20 @@ def _draw_legend(page: ET.Element, series: Sequence[Series]) -> None:
         if one.dash:
             line.set("stroke-dasharray", one.dash)
         _add(legend, "text", one.name, x=x + 31, y=43)
+
+
+def _draw_marks(root: ET.Element, marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> None:
+    """Below the curves, each with a wider, unseen line that the pointer finds."""
+    for mark in marks:
+        x = f"{x_axis.place(mark.x):.2f}"
+        group = _add(root, "g", stroke=mark.color, class_="mark")
+        _add(group, "title", mark.name)
+        if mark.across:
+            line = _add(group, "path", d=f"M{x} {y_axis.start:g}V{y_axis.stop:g}", stroke_opacity=0.8)
+            line.set("stroke-dasharray", "3 4")
+        else:
+            _add(group, "path", d=f"M{x} {y_axis.start:g}v-7", stroke_width=2, stroke_opacity=0.8)
+        _add(group, "path", d=f"M{x} {y_axis.start:g}V{y_axis.stop:g}", stroke_width=9, stroke_opacity=0)
 
 
 def _add(parent: ET.Element, tag: str, text: str | None = None, /, **attributes: str | float) -> ET.Element:

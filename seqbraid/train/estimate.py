@@ -1,0 +1,207 @@
+"""What a training step will take of a device's memory, before it is tried."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from ..mesh import Mesh
+from ..ops.linear_cross_entropy import CHUNK_BYTES
+from ..parallelize.memory import MemoryOptions
+from ..parallelize.tiled_mlp import tileable
+from .activations import FLOAT32, layer_activations
+from .anatomy import Anatomy
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Precision = Literal["float32", "mixed", "bfloat16"]
+
+OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
+"""Float32 numbers per trained parameter that an optimizer keeps."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One use of memory."""
+
+    name: str
+    bytes: int
+    how: Literal["count", "model"]
+    """Counted from shapes that are known, or a model of what frameworks keep."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one device holds at the height of a step, and what it puts into its host's memory."""
+
+    lines: tuple[Line, ...]
+    host_bytes: int = 0
+    num_parameters: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(line.bytes for line in self.lines)
+
+    def __getitem__(self, name: str) -> int:
+        return next(line.bytes for line in self.lines if line.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return {"total": self.total, "host": self.host_bytes, "lines": [asdict(line) for line in self.lines]}
+
+    def table(self) -> Table:
+        """For the console."""
+        from rich.table import Table
+
+        table = Table(title="Memory of one device", title_justify="left")
+        for name, justify in (("what", "left"), ("GiB", "right"), ("known by", "left"), ("", "left")):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        for line in self.lines:
+            table.add_row(line.name, f"{line.bytes / 2**30:.2f}", line.how, line.note)
+        table.add_section()
+        table.add_row(
+            "all", f"{self.total / 2**30:.2f}", "", "media towers' activations and fragmentation come on top"
+        )
+        if self.host_bytes:
+            table.add_row(
+                "in host memory", f"{self.host_bytes / 2**30:.2f}", "model", "offloaded activations"
+            )
+        return table
+
+
+def memory_estimate(
+    model: nn.Module,
+    mesh: Mesh,
+    memory: MemoryOptions | None = None,
+    precision: Precision = "mixed",
+    optimizer: str = "adamw",
+    row_tokens: int = 8192,
+) -> Estimate:
+    """Estimate what a step takes of each device.
+
+    Args:
+        model: stock, or wrapped by `parallelize` or peft; its weights may be on the meta device.
+        mesh: how the job's processes are shared out.
+        memory: what is given for memory; nothing when left out.
+        precision: as `train` has it.
+        optimizer: `adamw` or `sgd`.
+        row_tokens: tokens of a packed row, all of them with labels.
+    """
+    if precision not in ("float32", "mixed", "bfloat16"):
+        raise ValueError(f"precision={precision!r} is unknown; use 'float32', 'mixed' or 'bfloat16'")
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"optimizer={optimizer!r} is unknown; use one of {', '.join(OPTIMIZER_STATES)}")
+    if row_tokens < 1:
+        raise ValueError(f"row_tokens={row_tokens} must be at least 1")
+    body, memory = Anatomy.of(model), MemoryOptions() if memory is None else memory
+    tokens = ceil(row_tokens / mesh.sequence_size)
+    lines = [*_state_lines(body, mesh, precision, optimizer), *_gathered_lines(body, mesh, precision)]
+    compute = FLOAT32 if precision == "float32" else 2
+    activations, host = _activation_lines(body, memory, compute, tokens)
+    lines += [*activations, *_loss_lines(body, memory, compute, tokens)]
+    return Estimate(tuple(lines), host, sum(p.numel() for p in body.model.parameters()))
+
+
+def _state_lines(body: Anatomy, mesh: Mesh, precision: Precision, optimizer: str) -> list[Line]:
+    """What stays from step to step, one shard of it."""
+    shards = mesh.dp_shard * mesh.sequence_size
+    # FSDP cuts parameters by rows, and the first ranks hold what does not divide.
+    held, trained = (
+        sum(_shard(p.shape, shards) for p in body.model.parameters() if p.requires_grad or not only_trained)
+        for only_trained in (False, True)
+    )
+    width = 2 if precision == "bfloat16" else FLOAT32
+    master = FLOAT32 if precision == "bfloat16" else 0
+    of = f"1/{shards} of each" if shards > 1 else ""
+    states = trained * (FLOAT32 * OPTIMIZER_STATES[optimizer] + master)
+    return [
+        Line("parameters", held * width, "count", of),
+        # Sums of accumulated micro-batches are in float32 whatever the parameters are.
+        Line("gradients", trained * FLOAT32, "count", of),
+        Line(
+            "optimizer", states, "count", f"{optimizer}, with float32 master weights" if master else optimizer
+        ),
+    ]
+
+
+def _shard(shape: Any, shards: int) -> int:
+    rows = shape[0] if len(shape) else 1
+    return int(ceil(rows / shards) * prod(shape[1:]))
+
+
+def _gathered_lines(body: Anatomy, mesh: Mesh, precision: Precision) -> list[Line]:
+    """Whole parameters and gradients of the units that FSDP has at work."""
+    if mesh.dp_shard * mesh.sequence_size * mesh.dp_replicate == 1 and precision != "mixed":
+        return []  # nothing is sharded or cast
+    width = FLOAT32 if precision == "float32" else 2
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in body.layers]
+    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in body.layers]
+    rest = sum(p.numel() for p in body.model.parameters()) - sum(layers)
+    rest_trained = sum(p.numel() for p in body.model.parameters() if p.requires_grad) - sum(trained)
+    pair = max((a + b for a, b in pairwise(layers)), default=max(layers))
+    # Gradients are summed in float32, from the copy that the backward made.
+    reduced = max(trained) * (width + (0 if width == FLOAT32 else FLOAT32))
+    return [
+        Line("gathered layers", pair * width, "count", "the one at work and the next"),
+        Line("gathered rest", rest * width, "count", "embeddings, head and towers, kept through the step"),
+        Line("gradients in flight", reduced + rest_trained * width, "model", "of a layer and of the rest"),
+    ]
+
+
+def _activation_lines(body: Anatomy, memory: MemoryOptions, e: int, tokens: int) -> tuple[list[Line], int]:
+    """What is kept for the backward, and what the backward of one layer takes; bytes in host memory."""
+    tiled, again = memory.mlp_tile is not None, memory.checkpointing != "none"
+    layers = [layer_activations(body, i, e) for i in range(len(body.layers))]
+    kept = [tokens * layer.kept(memory.checkpointing, tiled) for layer in layers]
+    hidden = int(body.config.hidden_size)
+    # Of what is offloaded, one layer is on its way out or back, and one is in use.
+    on_device = sum(sorted(kept)[-2:]) if memory.offload else sum(kept)
+    on_device += tokens * hidden * (FLOAT32 + e)  # the last norm
+    # Gradients of the hidden states, and as wide as the widest part of a layer.
+    working = tokens * hidden * 2 * e
+    if again:
+        working += tokens * max(
+            layer.whole(tiled) - layer.kept(memory.checkpointing, tiled) for layer in layers
+        )
+    if tiled:
+        # A tile's activations and their gradients, and float32 sums of the MLP's.
+        working += 2 * min(tokens, memory.mlp_tile or tokens) * max(layer.mlp for layer in layers)
+        working += max(_tiled_parameters(layer) for layer in body.layers) * FLOAT32
+    else:
+        working += tokens * max(layer.mlp + layer.experts for layer in layers)
+    note = {
+        "none": "everything the backward needs",
+        "selective": "inputs of layers and what mixers keep",
+        "full": "inputs of layers",
+    }[memory.checkpointing]
+    note += f", MLPs in tiles of {memory.mlp_tile:,}" if tiled else ""
+    note += ", in host memory" if memory.offload else ""
+    lines = [
+        Line("activations", on_device, "model", f"{tokens:,} tokens: {note}"),
+        Line("a layer's backward", working, "model", "computed again; gradients" if again else "gradients"),
+    ]
+    return lines, sum(kept) if memory.offload else 0
+
+
+def _tiled_parameters(layer: nn.Module) -> int:
+    return sum(p.numel() for module in tileable(layer) for p in module.parameters())
+
+
+def _loss_lines(body: Anatomy, memory: MemoryOptions, e: int, tokens: int) -> list[Line]:
+    """The gradients of head and hidden states are made in the forward, chunk by chunk."""
+    weight: Any = body.head.weight
+    vocabulary, hidden = (int(size) for size in weight.shape)
+    chunk = min(tokens, memory.loss_chunk or max(16, CHUNK_BYTES // (vocabulary * FLOAT32)))
+    gradients = tokens * hidden * e + (vocabulary * hidden * FLOAT32 if weight.requires_grad else 0)
+    buffer = chunk * vocabulary * (FLOAT32 + (e if e != FLOAT32 else 0))
+    return [
+        Line("loss", gradients, "count", "gradients of the head, in float32, and of hidden states"),
+        Line("logits", buffer, "count", f"{chunk:,} tokens × {vocabulary:,}"),
+    ]

@@ -1,0 +1,186 @@
+"""`log.jsonl` of a run, and the other places its metrics go to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .progress import StepProgress
+from .trackers import TRACKERS, Tracker
+
+LOG_FILE = "log.jsonl"
+
+
+def open_sinks(
+    folder: Path,
+    names: Sequence[str] | str = "tensorboard",
+    config: Mapping[str, Any] | None = None,
+    resume_step: int = 1,
+    console: Console | None = None,
+    total_steps: int | None = None,
+    every: int = 1,
+) -> Sinks:
+    """Open a run's log and the sinks of these names; for rank 0, the others take `Sinks()`.
+
+    Args:
+        folder: the run's.
+        names: of `tensorboard`, `wandb`, `mlflow`, `trackio`; one, several (also with commas), or none.
+        config: shown beside the metrics where a sink can.
+        resume_step: the first step that will be logged now, 1 for a new run; what a killed run logged from it
+            on is removed.
+        console: where progress is shown; standard error when left out.
+        total_steps: of the whole run, where it is known.
+        every: steps between lines of progress where there is no terminal.
+    """
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    names = [name for name in dict.fromkeys(names) if name]
+    unknown = [name for name in names if name not in TRACKERS]
+    if unknown:
+        raise ValueError(f"unknown sink {unknown[0]!r}; use any of {', '.join(TRACKERS)}, or none")
+    folder.mkdir(parents=True, exist_ok=True)
+    rewind(folder / LOG_FILE, resume_step)
+    sinks = Sinks(folder / LOG_FILE, StepProgress(resume_step, total_steps, every, console))
+    try:
+        for name in names:
+            sinks.add(name, folder, config or {}, resume_step)
+    except ValueError:
+        sinks.close()
+        raise
+    return sinks
+
+
+class Sinks:
+    """All places that metrics and events go to; without a file it is nowhere, as ranks but the first have it.
+
+    The log is the record of a run, so an error in writing it is raised. The other sinks are a convenience:
+    one that fails is named once, and left out from then on.
+    """
+
+    def __init__(self, path: Path | None = None, progress: StepProgress | None = None) -> None:
+        self.file = None if path is None else path.open("a", encoding="utf-8")
+        self.progress = progress
+        self.trackers: dict[str, Tracker] = {}
+        self.step = 0
+
+    def add(self, name: str, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:
+        """Open a sink; one whose package is missing is refused, one that cannot be reached is left out."""
+        kind, install = TRACKERS[name]
+        try:
+            self.trackers[name] = kind(folder, config, resume_step)
+        except ImportError as error:
+            if name != "tensorboard":
+                raise ValueError(f"the sink {name!r} needs its package ({error}): {install}") from None
+            # The default sink must not keep a run from starting.
+            self._say(f"there will be no TensorBoard files, its package is missing: {install}")
+        except Exception as error:
+            self._gave_up(name, error)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step, to every sink."""
+        self.step = step
+        if self.file is None:
+            return
+        self._write({"step": step, **metrics})
+        for name, tracker in list(self.trackers.items()):
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:  # whatever a service raises, training goes on
+                del self.trackers[name]
+                self._gave_up(name, error)
+        if self.progress is not None:
+            self.progress.show(step, metrics)
+
+    def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
+        """Something that happened (a checkpoint, a resume, a bad sample), in the log only; at the last logged
+        step unless another is given."""
+        if self.file is not None:
+            self._write({"step": self.step if step is None else step, "event": kind, **fields})
+
+    def close(self) -> None:
+        """Write what is left, and take the progress bar away."""
+        for name, tracker in self.trackers.items():
+            try:
+                tracker.close()
+            except Exception as error:
+                self._gave_up(name, error)
+        self.trackers = {}
+        if self.progress is not None:
+            self.progress.close()
+            self.progress = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        assert self.file is not None
+        # Python writes floats with all their digits, so that runs can be compared bit for bit.
+        line = json.dumps({**_valid(record), "time": time.time()}, allow_nan=False, default=str)
+        self.file.write(line + "\n")
+        self.file.flush()
+
+    def _gave_up(self, name: str, error: Exception) -> None:
+        self._say(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
+
+    def _say(self, text: str) -> None:
+        if self.progress is not None:
+            self.progress.say(text)
+
+
+def read_log(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a log; lines that are no JSON object, as the last one of a process that was killed or is
+    writing just now, are left out."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield {
+                    key: SPECIAL.get(value, value) if isinstance(value, str) else value
+                    for key, value in record.items()
+                }
+
+
+SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""Floats that JSON does not have, as the log has them."""
+
+
+def rewind(path: Path, step: int) -> None:
+    """Leave the records of earlier steps only, in one move: a kill leaves the old log or the new one."""
+    if not path.exists():
+        return
+    kept = path.with_name(path.name + ".tmp")
+    with path.open("rb") as old, kept.open("wb") as new:
+        for line in old:
+            if _step_of(line) < step:
+                new.write(line.rstrip(b"\n") + b"\n")  # the end of a line may be missing too
+        new.flush()
+        os.fsync(new.fileno())
+    kept.replace(path)
+
+
+def _step_of(line: bytes) -> float:
+    """A line's step; infinite where it has none, as a half-written one."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf
+
+
+def _valid(record: Mapping[str, Any]) -> dict[str, Any]:
+    """With the floats that JSON does not have as words."""
+    return {
+        key: ("NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity")
+        if isinstance(value, float) and not math.isfinite(value)
+        else value
+        for key, value in record.items()
+    }

@@ -1,0 +1,98 @@
+"""What is measured of a step, as one flat dict of floats."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+
+GIB = 2.0**30
+
+
+class StepMeter:
+    """Turns the counts of steps into metrics, timing each from the end of the one before.
+
+    Counts are those of the whole job, not of a rank.
+    """
+
+    def __init__(self, devices: int, peak: float | None = None, device: torch.device | str = "cpu") -> None:
+        """
+        Args:
+            devices: how many the job has.
+            peak: FLOP/s that one of them can do at most, as `flops.peak_flops` has it; no MFU without it.
+            device: the one whose memory is looked at.
+        """
+        if devices < 1:
+            raise ValueError(f"devices={devices} must be at least 1")
+        self.devices = devices
+        self.peak = peak
+        self.device = torch.device(device)
+        self._began = time.perf_counter()
+
+    def start(self) -> None:
+        """Time from now on: what came since the last step (an evaluation, a checkpoint) is in none."""
+        self._began = time.perf_counter()
+
+    def step(
+        self,
+        *,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        label_tokens: int,
+        physical_tokens: int,
+        data_wait_s: float,
+        flops: float | None = None,
+        correct_tokens: int | None = None,
+        epoch: float = 0.0,
+    ) -> dict[str, float]:
+        """The metrics of the step that ends now.
+
+        Call it when the loss has arrived on the CPU: before that a GPU may still be at work.
+
+        Args:
+            loss: mean per label token.
+            grad_norm: of the whole gradient, before it is clipped.
+            lr: learning rate of this step.
+            tokens: real tokens.
+            label_tokens: those among them with a label.
+            physical_tokens: slots that were computed, padding included.
+            data_wait_s: how long the step waited for its samples.
+            flops: what the model's arithmetic needed (`flops.ModelFlops.step`).
+            correct_tokens: labels that had the largest logit.
+            epoch: passes over the data, the present one as a fraction.
+        """
+        now = time.perf_counter()
+        seconds = max(now - self._began, 1e-9)  # clocks tick coarsely
+        self._began = now
+        found = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_s_per_device": tokens / seconds / self.devices,
+            "memory_gib": peak_memory(self.device) / GIB,
+            "data_wait_s": data_wait_s,
+            "padding": 1.0 - tokens / physical_tokens if physical_tokens else 0.0,
+            "label_tokens": label_tokens,
+            "tokens": tokens,
+            "epoch": epoch,
+            "step_s": seconds,
+        }
+        if flops is not None and self.peak is not None:
+            found["mfu"] = flops / (seconds * self.devices * self.peak)
+        if correct_tokens is not None:
+            found["accuracy"] = correct_tokens / max(label_tokens, 1)
+        return {name: float(value) for name, value in found.items()}
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: by tensors on a GPU, else by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows, which has no distributed training either
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
