@@ -1,4 +1,4 @@
-"""The command line: `seqbraid demo | layout | verify`."""
+"""The command line: `seqbraid train | export | report | verify | layout | demo`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--processes", type=int, default=4, help="ranks; 4 are ring 2 × ulysses 2")
     demo.set_defaults(run=_demo)
 
-    args = parser.parse_args(argv)
+    train = commands.add_parser(
+        "train", help="train on conversations: seqbraid train config.yaml --train.lr=1e-5 …", add_help=False
+    )
+    train.set_defaults(run=_train)
+
+    export = commands.add_parser("export", help="write a run's checkpoint as stock transformers loads it")
+    export.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (`out` of its config)")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    export.add_argument("--checkpoint", default="last", help="last, best or a step")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="the original's when left out")
+    export.set_defaults(run=_export)
+
+    report = commands.add_parser("report", help="draw the curves of one or several runs into one HTML file")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
+    report.set_defaults(run=_report)
+
+    args, rest = parser.parse_known_args(argv)
+    if args.command == "train":
+        args.rest = rest  # its options are those of the configuration
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         status: int = args.run(args)
     except ValueError as error:
@@ -135,6 +156,31 @@ def _verify(args: argparse.Namespace) -> int:
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if holds else 1
+
+
+def _train(args: argparse.Namespace) -> int:
+    from .train.run import train
+
+    return train(args.rest)
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from .train.export import export_checkpoint
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    report = export_checkpoint(args.run_folder, args.checkpoint, args.out, dtype)
+    print(report)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from .train.report import write_report
+
+    write_report(args.runs, args.out)
+    print(f"wrote {args.out}")
+    return 0
 
 
 def _demo(args: argparse.Namespace) -> int:

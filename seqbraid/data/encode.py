@@ -1,0 +1,201 @@
+"""`SampleEncoder`: a record of a dataset in, a sample for `seqbraid.pack` out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..models.families import family_of
+from ..models.media_tokens import Ints, audio_tokens, media_config, num_media_tokens
+from .chat import ChatTemplate
+from .chat_spans import Span
+from .conversation import Conversation, parse_conversation
+from .frames import Grid
+from .media_files import MediaFiles
+from .media_items import ClipItem, MediaItems, MediaOptions, MediaReader, VideoItem
+from .placeholders import Expanded, Placeholder, Placeholders
+
+IGNORE = -100
+
+
+class _Text(NamedTuple):
+    ids_T: Ints
+    labels_T: Ints
+
+
+class SampleEncoder:
+    """Turns conversations into samples, exactly as the model's own chat template and processor would.
+
+    Args:
+        processor: the stock processor of a media model, or the tokenizer of a text decoder; see
+            `load_processor`.
+        config: the model's config.
+        media: where the images, videos and sounds lie.
+        template_options: handed to the chat template, such as `enable_thinking`.
+        options: fields of `MediaOptions`.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        config: Any,
+        media: MediaFiles,
+        *,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.processor, self.config = processor, config
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.family = family_of(config)
+        self.chat = ChatTemplate(processor, template_options)
+        self.placeholders = Placeholders(processor)
+        self.media_ids = self._checked_ids()
+        self.media = MediaReader(processor, self.family, media, _media_options(options))
+
+    def length(self, record: Any) -> int:
+        """How many tokens `encode` makes of a record; of its media only the headers are read."""
+        conversation = parse_conversation(record)
+        return len(self._text(conversation, self.media.measure(conversation.media)).ids_T)
+
+    def encode(self, record: Any) -> dict[str, Any]:
+        """The sample of a record: `input_ids`, `labels` and what the encoders of its media take."""
+        conversation = parse_conversation(record)
+        items = self.media.measure(conversation.media)
+        text = self._text(conversation, items)
+        return {
+            "input_ids": torch.from_numpy(text.ids_T),
+            "labels": torch.from_numpy(text.labels_T),
+            **self.media.decode(items),
+        }
+
+    def _text(self, conversation: Conversation, items: MediaItems) -> _Text:
+        rendered = self.chat.render(conversation)
+        places = self.placeholders.find(rendered.text, [ref.kind for ref in conversation.media])
+        expanded = self._expanded(rendered.text, places, items)
+        tokens = self.tokenizer(
+            expanded.text,
+            add_special_tokens=self._adds_special(rendered.text),
+            return_offsets_mapping=True,
+            truncation=False,
+            verbose=False,
+        )
+        ids_T = np.asarray(tokens["input_ids"], np.int64)
+        offsets_T2 = np.asarray(tokens["offset_mapping"], np.int64).reshape(-1, 2)
+        learnt_T = np.zeros(len(ids_T), bool)
+        for span in rendered.spans:
+            learnt_T |= _within(offsets_T2, expanded.moved(span))
+        # What the processor writes, also within a turn of the assistant's, is no text of the model's.
+        for span in expanded.new:
+            learnt_T &= ~_within(offsets_T2, span)
+        learnt_T &= ~np.isin(ids_T, self.media_ids)
+        if not learnt_T.any():
+            raise ValueError("no token of the conversation is learnt: its assistant turns come out empty")
+        return _Text(ids_T, np.where(learnt_T, ids_T, IGNORE))
+
+    def _adds_special(self, text: str) -> bool:
+        """A tokenizer leaves special tokens to its template; a processor adds them where there is no BOS."""
+        bos = self.tokenizer.bos_token
+        return self.processor is not self.tokenizer and not (bos and text.startswith(bos))
+
+    def _expanded(self, text: str, places: Sequence[Placeholder], items: MediaItems) -> Expanded:
+        tokens = self.placeholders.token
+        images, videos, clips = iter(items.images), iter(items.videos), iter(items.clips)
+        replacements: list[tuple[Span, str]] = []
+        for place in places:
+            span = (place.start, place.stop)
+            if place.kind == "image":
+                new = tokens["image"] * self._num_tokens(next(images).grid)
+            elif place.kind == "audio":
+                new = tokens["audio"] * self._num_heard(next(clips))
+            elif "audio" not in self.media.kinds:
+                span, new = self._frames(text, place, next(videos))
+            elif self.media.options.use_audio_in_video:
+                span, new = self._with_sound(text, place, next(videos), next(clips))
+            else:
+                new = tokens["video"] * self._num_tokens(next(videos).grid)
+            replacements.append((span, new))
+        return self.placeholders.expand(text, replacements)
+
+    def _frames(self, text: str, place: Placeholder, video: VideoItem) -> tuple[Span, str]:
+        """A video of Qwen3-VL or Qwen3.5: its frames, each after its time."""
+        stamps = video.rules.timestamps(video.indices, video.fps)
+        new = self.placeholders.frames(stamps, self._num_tokens((1, *video.grid[1:])))
+        if self.placeholders.keeps_brackets:
+            return (place.start, place.stop), new
+        return self.placeholders.around(text, place), new
+
+    def _with_sound(
+        self, text: str, place: Placeholder, video: VideoItem, clip: ClipItem
+    ) -> tuple[Span, str]:
+        """A video of Omni and its sound."""
+        span = self.placeholders.around(text, place)
+        if span == (place.start, place.stop):
+            raise ValueError("use_audio_in_video needs a chat template that puts brackets around a video")
+        rate = media_config(self.config).position_id_per_seconds
+        times = np.arange(video.grid[0]) * video.seconds_per_grid * rate
+        frame = self._num_tokens((1, *video.grid[1:]))
+        return span, self.placeholders.video_with_sound(times, frame, self._num_heard(clip))
+
+    def _num_tokens(self, grid: Grid) -> int:
+        return num_media_tokens(grid, media_config(self.config).vision_config.spatial_merge_size)
+
+    def _num_heard(self, clip: ClipItem) -> int:
+        return audio_tokens(clip.mel_frames, self.config)
+
+    def _checked_ids(self) -> list[int]:
+        """The ids of placeholders and of the brackets around them, about which processor and config agree."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} does not tell where its tokens lie in the text; use a "
+                "fast one"
+            )
+        size = self.config.get_text_config().vocab_size
+        if len(self.tokenizer) > size:
+            raise ValueError(
+                f"the tokenizer has {len(self.tokenizer)} tokens, the model's vocabulary {size}; they belong "
+                "to different models"
+            )
+        name = type(self.processor).__name__
+        if self.family is None:
+            if self.processor is not self.tokenizer:
+                raise ValueError(
+                    f"{self.config.model_type} takes text alone; give its tokenizer in place of {name}"
+                )
+            return []
+        if self.processor is self.tokenizer:
+            raise ValueError(f"{self.config.model_type} takes media; give its processor in place of {name}")
+        config = media_config(self.config)
+        wanted_ids = self.family.token_ids(config)
+        for kind, wanted in wanted_ids.items():
+            token = next((text for found, text in self.placeholders.token.items() if found == kind), None)
+            found = None if token is None else self.tokenizer.convert_tokens_to_ids(token)
+            if found != wanted:
+                raise ValueError(
+                    f"the config's {kind}_token_id is {wanted}, but {name} has {token!r} with id {found}; "
+                    "give the model's own processor"
+                )
+        brackets = (f"{kind}_{end}_token_id" for kind in ("vision", "audio") for end in ("start", "end"))
+        found_ids = (getattr(config, bracket, None) for bracket in brackets)
+        return [*wanted_ids.values(), *(found for found in found_ids if found is not None)]
+
+
+def _within(offsets_T2: Ints, span: Span) -> NDArray[np.bool_]:
+    """Which tokens lie in a span whole; a token of no characters lies in none."""
+    starts, stops = offsets_T2.T
+    # Some tokenizers leave the white space at its beginning out of a token, up to a token that has nothing else.
+    ends_before = np.maximum.accumulate(np.concatenate([[0], stops[:-1]]))
+    starts = np.minimum(starts, ends_before)
+    return (starts >= span[0]) & (stops <= span[1]) & (stops > starts)
+
+
+def _media_options(options: Mapping[str, Any]) -> MediaOptions:
+    known = [field.name for field in fields(MediaOptions)]
+    for key in options:
+        if key not in known:
+            raise ValueError(f"unknown option {key!r}; known are {', '.join(known)}")
+    return MediaOptions(**options)

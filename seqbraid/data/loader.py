@@ -1,0 +1,319 @@
+"""The stateful packing loader: steps of rows, the same samples in the same rows on any mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..comm.consensus import agree
+from ..layout.streaming import OverLong
+from ..mesh import Mesh
+from .left_out import BadSamples, LeftOut, OverLongSamples
+from .measure import Clock, Measuring
+from .order import SampleOrder
+from .plan import BadSample, Draw, OnBadSample, PlannedStep, StepPlanner
+from .tasks import Encoder, Refused, Tasks
+from .together import check_alike, gather_objects
+from .workers import NoWorkers, Result, Workers
+
+if TYPE_CHECKING:
+    from .source import Source
+
+TASKS_PER_ROW = 8
+SMALLEST_TASK = 2048  # tokens
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What one rank gets of one optimizer step."""
+
+    rows: list[list[dict[str, Any]]]
+    """This data rank's rows, one per micro-batch; empty where the step has no row for it."""
+    where: list[list[str]]
+    """File and line of each sample of the rows."""
+    step: int
+    """From 0."""
+    epoch: int
+    """From 0; of the oldest sample in the step's first row."""
+    tokens: int
+    """Of the whole job's step."""
+    samples: int
+    """Of the whole job's step."""
+    wait_s: float
+    """How long this call was blocked because samples were not ready."""
+
+
+@dataclass(frozen=True)
+class _Encoding:
+    """A step whose rows are being encoded."""
+
+    planned: PlannedStep
+    rows: list[list[Draw]]
+    """Of this data rank."""
+    results: list[Result]
+    """The samples of those rows, in order, task after task."""
+
+
+class Loader:
+    """Iterates over the steps of a run; every rank makes one, and calls it, as often as the others do.
+
+    Which samples are in which row of which step follows from the source, `seed`, `row_tokens`,
+    `rows_per_step`, `buffer_size` and what is left out; neither the mesh nor the workers change it. Row i of
+    a step is row `i // data_world_size` of data rank `i % data_world_size`.
+
+    Args:
+        source: the records; picklable if there are workers.
+        make_encoder: makes the encoder, once per worker process; picklable if there are workers.
+        mesh: the device mesh.
+        row_tokens: the most tokens of a row.
+        rows_per_step: rows of the whole job's step; the last step of a run may have fewer.
+        epochs: how often each sample is drawn; None: without end.
+        buffer_size: samples at hand for the packer.
+        over_long: what happens to a sample longer than a row.
+        on_bad_sample: `error` raises on all ranks for the first one, `skip` leaves it out and reports it.
+        bad_file: where skipped ones are listed, one JSON object per line.
+        workers: processes per rank; 0 encodes in this process, when a step is asked for.
+        prefetch_steps: steps that are encoded ahead.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        make_encoder: Callable[[], Encoder],
+        mesh: Mesh,
+        *,
+        row_tokens: int,
+        rows_per_step: int,
+        seed: int = 0,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        buffer_size: int = 1024,
+        over_long: OverLong = "error",
+        on_bad_sample: OnBadSample = "error",
+        bad_file: Path | None = None,
+        workers: int = 0,
+        prefetch_steps: int = 2,
+    ) -> None:
+        self._source = source
+        self._mesh = mesh
+        self._group = mesh.cpu_group
+        self._row_tokens = row_tokens
+        self._on_bad_sample = on_bad_sample
+        self._prefetch_steps = prefetch_steps
+        self._clock = Clock()
+        self._settings = {
+            "source": source.fingerprint,
+            "num_samples": len(source),
+            "seed": seed,
+            "shuffle": shuffle,
+            "row_tokens": row_tokens,
+            "rows_per_step": rows_per_step,
+            "buffer_size": buffer_size,
+            "over_long": over_long,
+        }
+        alike = {"epochs": epochs, "on_bad_sample": on_bad_sample, "prefetch_steps": prefetch_steps}
+        check_alike(self._group, self._settings | alike)
+        error: Exception | None = None
+        try:
+            if workers < 0 or prefetch_steps < 0:
+                raise ValueError(f"{workers=} and {prefetch_steps=} must not be negative")
+            self._order = SampleOrder(len(source), seed, shuffle, epochs)
+            tasks = Tasks(source, make_encoder, row_tokens)
+            self._workers = Workers(tasks, workers) if workers else NoWorkers(tasks)
+            weakref.finalize(self, self._workers.close)
+            self._measuring = Measuring(self._order, self._workers, self._group, self._clock)
+            self._planner = StepPlanner(
+                self._order,
+                self._measuring,
+                row_tokens=row_tokens,
+                rows_per_step=rows_per_step,
+                buffer_size=buffer_size,
+                over_long=over_long,
+                on_bad_sample=on_bad_sample,
+                where=source.where,
+            )
+        except Exception as problem:
+            error = problem
+        agree(self._group, error)
+        self._left_out = LeftOut(self._group, bad_file, source.where, row_tokens, over_long == "drop")
+        self._ahead: deque[_Encoding] = deque()
+        self._planned_all = False
+        self._begun = False
+        self._failure: BaseException | None = None
+        # After the last step handed out:
+        self._state = self._planner.state_dict()
+        self._done = 0
+        self._fruitless = 0  # samples of the latest steps of which nothing was left
+
+    def __iter__(self) -> Iterator[StepData]:
+        return self
+
+    def __next__(self) -> StepData:
+        """The next step; all ranks ask for it together."""
+        if self._failure is not None:
+            raise RuntimeError(
+                "this loader has stopped; make a new one and load its state"
+            ) from self._failure
+        self._begun = True
+        try:
+            return self._next()
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _next(self) -> StepData:
+        self._clock.seconds = 0.0
+        self._plan_ahead()
+        if not self._ahead:
+            self._left_out.add(*self._planner.left_out())
+            self._done = self._order.total or 0
+            raise StopIteration
+        encoding = self._ahead.popleft()
+        planned = encoding.planned
+        answers, error = self._clock.wait(encoding.results)
+        samples: list[dict[str, Any] | Refused] = [sample for answer in answers for sample in answer]
+        bad = self._agree_on_bad(encoding, samples, error)
+        if bad and self._on_bad_sample == "error":
+            first = bad[min(bad)]
+            raise ValueError(f"{first.where}: {first.reason}")
+        self._left_out.add(planned.bad, planned.over_long, [bad[position] for position in sorted(bad)])
+
+        # What one rank could not encode is left out by all, so that a sequence group keeps the same rows.
+        kept = [draw for row in planned.rows for draw in row if draw.position not in bad]
+        self._check_fruitless(planned, kept)
+        self._state, self._done = planned.state, planned.done
+        encoded = zip((draw.position for row in encoding.rows for draw in row), samples, strict=True)
+        by_position = {position: sample for position, sample in encoded if not isinstance(sample, Refused)}
+        rows = [[draw for draw in row if draw.position not in bad] for row in encoding.rows]
+        return StepData(
+            rows=[[by_position[draw.position] for draw in row] for row in rows],
+            where=[[self._source.where(draw.sample) for draw in row] for row in rows],
+            step=planned.step,
+            epoch=planned.epoch,
+            tokens=sum(min(draw.length, self._row_tokens) for draw in kept),
+            samples=len(kept),
+            wait_s=self._clock.seconds,
+        )
+
+    def _plan_ahead(self) -> None:
+        # A function of the number of steps handed out, so that all ranks measure, together, in the same call.
+        while not self._planned_all and len(self._ahead) <= self._prefetch_steps:
+            planned = self._planner.next_step()
+            if planned is None:
+                self._planned_all = True
+            else:
+                self._ahead.append(self._begin(planned))
+
+    def _begin(self, planned: PlannedStep) -> _Encoding:
+        """Have this data rank's rows encoded, each in a few tasks."""
+        size = self._mesh.data_world_size
+        rows = planned.rows[self._mesh.data_rank :: size]
+        rows += [[]] * (-(-len(planned.rows) // size) - len(rows))
+        smallest = max(SMALLEST_TASK, self._row_tokens // TASKS_PER_ROW)
+        tasks = [task for row in rows for task in _split(row, smallest)]
+        return _Encoding(planned, rows, [self._workers.submit("encode", task) for task in tasks])
+
+    def _agree_on_bad(
+        self, encoding: _Encoding, samples: list[dict[str, Any] | Refused], error: Exception | None
+    ) -> dict[int, BadSample]:
+        """The samples of the step that some rank could not encode, by position; the same on every rank."""
+        draws = [draw for row in encoding.rows for draw in row]
+        own = {
+            draw.position: BadSample(draw.sample, self._source.where(draw.sample), sample.reason)
+            for draw, sample in zip(draws, samples, strict=error is None)
+            if isinstance(sample, Refused)
+        }
+        counts = agree(self._group, error, [len(own)])
+        if not any(count for (count,) in counts):
+            return {}
+        merged: dict[int, BadSample] = {}
+        for of_rank in reversed(gather_objects(self._group, own)):  # in the words of the first rank
+            merged.update(of_rank)
+        return merged
+
+    def _check_fruitless(self, planned: PlannedStep, kept: list[Draw]) -> None:
+        self._fruitless = 0 if kept else self._fruitless + sum(map(len, planned.rows))
+        if self._fruitless >= self._order.num_samples:
+            first = self.bad.first[0]
+            raise ValueError(
+                f"none of the latest {self._fruitless} samples could be encoded, and the source has no more; "
+                f"the first bad one was {first.where}: {first.reason}"
+            )
+
+    @property
+    def bad(self) -> BadSamples:
+        """The bad samples that were skipped, up to the last step handed out."""
+        return self._left_out.bad
+
+    @property
+    def over_long(self) -> OverLongSamples:
+        """The samples that were dropped or cut, up to the last step handed out."""
+        return self._left_out.over_long
+
+    def progress(self) -> float | None:
+        """The part of the run's samples that is behind the last step handed out; None without an end."""
+        return None if self._order.total is None else min(1.0, self._done / self._order.total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state after the last step handed out, the same on every rank and on any mesh."""
+        return {
+            "settings": self._settings,
+            "planner": self._state,
+            "left_out": self._left_out.state_dict(),
+            "done": self._done,
+            "fruitless": self._fruitless,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the step where `state` was taken; all ranks do this together, before the first step."""
+        error: Exception | None = None
+        try:
+            self._load(state)
+        except Exception as problem:
+            error = problem
+        agree(self._group, error)
+        check_alike(self._group, {"state": hashlib.sha256(json.dumps(state).encode()).hexdigest()})
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        if self._begun:
+            raise RuntimeError("this loader has begun already; load the state before the first step")
+        for name, value in self._settings.items():
+            saved = state["settings"][name]
+            if saved != value:
+                raise ValueError(
+                    f"the state was saved with {name}={saved!r} but this loader has {name}={value!r}; a run "
+                    "goes on with the data and settings it began with"
+                )
+        self._left_out.load_state_dict(state["left_out"])
+        if self._on_bad_sample == "skip":  # what is bad stays so in a run, even if it is mended meanwhile
+            self._measuring.know_bad(self._left_out.measured_bad)
+        self._planner.load_state_dict(state["planner"])
+        self._state = state["planner"]
+        self._done, self._fruitless = state["done"], state["fruitless"]
+
+    def close(self) -> None:
+        """End the workers; the state can still be taken."""
+        self._failure = self._failure or RuntimeError("the loader was closed")
+        self._workers.close()
+
+
+def _split(row: list[Draw], smallest: int) -> Iterator[list[Draw]]:
+    """Neighbours of a row, together until they have some tokens, so that workers share a row evenly."""
+    task: list[Draw] = []
+    tokens = 0
+    for draw in row:
+        task.append(draw)
+        tokens += draw.length
+        if tokens >= smallest:
+            yield task
+            task, tokens = [], 0
+    if task:
+        yield task

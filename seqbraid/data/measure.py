@@ -1,0 +1,120 @@
+"""Sample lengths, measured by all ranks together and known to each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from ..comm.consensus import agree
+from .order import SampleOrder
+from .plan import BAD, Measured
+from .together import gather_objects
+from .workers import NoWorkers, Result, Workers
+
+WINDOW = 256
+WINDOW_PER_RANK = 32
+LARGEST_TASK = 16
+UNKNOWN = 0
+
+
+class Clock:
+    """Adds up how long the main thread was blocked."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def wait(self, results: Sequence[Result]) -> tuple[list[Any], Exception | None]:
+        """The results, up to the first error, and that error, to be agreed on."""
+        start = perf_counter()
+        found, error = [], None
+        try:
+            for result in results:
+                found.append(result.result())
+        except Exception as problem:
+            error = problem
+        self.seconds += perf_counter() - start
+        return found, error
+
+
+@dataclass(frozen=True)
+class _Window:
+    start: int
+    samples: list[int]
+    unknown: list[int]
+    """Samples that nobody has measured yet; k-th by rank k % world size."""
+    results: list[Result]
+
+
+class Measuring:
+    """Measures the stream window by window, the next one while this one is used.
+
+    A call is a collective: all ranks reach it alike, since the plan is the same on each. A sample is measured
+    once in a run, so from the second epoch on nothing is done here.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        workers: Workers | NoWorkers,
+        group: dist.ProcessGroup | None,
+        clock: Clock,
+    ) -> None:
+        self._order = order
+        self._workers = workers
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._world_size = 1 if group is None else dist.get_world_size(group)
+        self._clock = clock
+        self._size = max(WINDOW, WINDOW_PER_RANK * self._world_size)
+        self._lengths = np.full(order.num_samples, UNKNOWN, dtype=np.int32)
+        self._reasons: dict[int, str] = {}
+        self._ahead: _Window | None = None
+
+    def know_bad(self, samples: Sequence[int]) -> None:
+        """Take samples for bad without a look at them, as the run before did."""
+        self._lengths[np.asarray(samples, dtype=np.int64)] = BAD
+
+    def __call__(self, position: int) -> list[Measured]:
+        """The samples of the stream from a position on, as many as a window holds."""
+        window = self._ahead
+        if window is None or window.start != position:
+            window = self._begin(position)
+        if window.unknown:
+            self._share(window)
+        self._ahead = self._begin(position + len(window.samples))
+        lengths = self._lengths[window.samples].tolist()
+        return [
+            Measured(sample, length, self._reasons.get(sample, ""))
+            for sample, length in zip(window.samples, lengths, strict=True)
+        ]
+
+    def _begin(self, start: int) -> _Window:
+        samples = self._order.indices(start, start + self._size)
+        unknown = [sample for sample in dict.fromkeys(samples) if self._lengths[sample] == UNKNOWN]
+        own = unknown[self._rank :: self._world_size]
+        # Small tasks, so that all workers have some; not too small, for the way costs as well.
+        size = max(1, min(LARGEST_TASK, len(own) // (2 * max(1, self._workers.num_workers))))
+        results = [
+            self._workers.submit("measure", own[first : first + size]) for first in range(0, len(own), size)
+        ]
+        return _Window(start, samples, unknown, results)
+
+    def _share(self, window: _Window) -> None:
+        answers, error = self._clock.wait(window.results)
+        own: list[Measured] = [measured for answer in answers for measured in answer]
+        count = -(-len(window.unknown) // self._world_size)
+        lengths = [measured.length for measured in own] if error is None else []
+        found = agree(self._group, error, lengths + [UNKNOWN] * (count - len(lengths)))
+        for place, sample in enumerate(window.unknown):
+            length = found[place % self._world_size][place // self._world_size]
+            assert length != UNKNOWN, f"rank {place % self._world_size} has not measured sample {sample}"
+            self._lengths[sample] = length
+        if any(BAD in row for row in found):
+            bad = {measured.sample: measured.reason for measured in own if measured.length == BAD}
+            for reasons in gather_objects(self._group, bad):
+                self._reasons.update(reasons)

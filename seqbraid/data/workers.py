@@ -1,0 +1,221 @@
+"""The processes that measure and encode samples."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+import torch
+
+from .parcel import Parcel, receive
+from .tasks import Tasks
+
+TASKS_AT_HAND = 2  # of a worker: one that it does, one to go on with while its answer is read
+
+
+class Result(Protocol):
+    """What a task will have given."""
+
+    def result(self) -> Any: ...
+
+
+class _Later:
+    """A task that is done when its result is asked for."""
+
+    def __init__(self, task: Callable[[], Any]) -> None:
+        self.result = task
+
+
+class NoWorkers:
+    """Does the tasks in this process, when their results are asked for: nothing runs beside the training."""
+
+    num_workers = 0
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+
+    def submit(self, method: str, argument: Any) -> Result:
+        """The result-to-be of a method of `Tasks`."""
+        return _Later(lambda: getattr(self._tasks, method)(argument))
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Workers:
+    """Processes that do tasks in the order given; one that dies fails all that is under way.
+
+    Each has a pipe of its own, read by one thread of this process. They end with this process, however it
+    ends.
+    """
+
+    def __init__(self, tasks: Tasks, num_workers: int) -> None:
+        try:
+            pickled = pickle.dumps(tasks)
+        except Exception as error:
+            raise ValueError(
+                f"source and make_encoder go to worker processes and must be picklable ({error}); use "
+                "functions at module level, functools.partial of them, or workers=0"
+            ) from error
+        self.num_workers = num_workers
+        self._lock = threading.Lock()
+        self._failure: str | None = None
+        self._waiting: deque[tuple[Future[Any], bytes]] = deque()
+        # Forked from a fresh process that has imported torch once; this one has threads and maybe a GPU.
+        context = _context()
+        self._workers: list[_Worker] = []
+        for number in range(num_workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(theirs, pickled), name=f"data worker {number}", daemon=True
+            )
+            process.start()
+            theirs.close()  # so that the pipe ends with the worker
+            self._workers.append(_Worker(process, ours))
+        self._reader = threading.Thread(target=self._read, name="data workers", daemon=True)
+        self._reader.start()
+
+    def submit(self, method: str, argument: Any) -> Result:
+        """The result-to-be of a method of `Tasks`."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._failure is None:
+                self._waiting.append((future, pickle.dumps((method, argument))))
+                self._hand_out()
+            else:  # raised with the result: only there do the ranks agree on errors
+                future.set_exception(RuntimeError(self._failure))
+        return future
+
+    def _hand_out(self) -> None:
+        while self._waiting:
+            worker = min(self._workers, key=lambda worker: len(worker.tasks))
+            if len(worker.tasks) >= TASKS_AT_HAND:
+                return
+            future, message = self._waiting.popleft()
+            worker.tasks.append(future)
+            try:
+                worker.pipe.send_bytes(message)
+            except OSError:  # it is dead: the reader will find out, and fail this task as well
+                return
+
+    def _read(self) -> None:
+        while self._failure is None:
+            by_handle: dict[Any, _Worker] = {worker.process.sentinel: worker for worker in self._workers}
+            by_handle |= {worker.pipe: worker for worker in self._workers}
+            ready = wait(list(by_handle))
+            # What a worker has sent before it died is read first; then its pipe is at its end.
+            for handle in sorted(ready, key=lambda handle: isinstance(handle, int)):
+                worker = by_handle[handle]
+                try:
+                    if handle is not worker.pipe:
+                        raise EOFError
+                    done, answer = receive(worker.pipe)
+                except (EOFError, OSError):
+                    self._fail(f"{worker.process.name} {_how_it_ended(worker.process)}")
+                    return
+                except Exception as error:  # this thread must not end with tasks under way
+                    self._fail(f"the answer of {worker.process.name} cannot be read: {error!r}")
+                    return
+                with self._lock:
+                    if self._failure is not None:
+                        return
+                    future = worker.tasks.popleft()
+                    self._hand_out()
+                if done:
+                    future.set_result(answer)
+                else:
+                    future.set_exception(RuntimeError(answer))
+
+    def _fail(self, why: str) -> None:
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = why
+            pending = [task for worker in self._workers for task in worker.tasks]
+            pending += [task for task, _ in self._waiting]
+            self._waiting.clear()
+        for worker in self._workers:
+            worker.process.terminate()
+        for task in pending:
+            task.set_exception(RuntimeError(why))
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing."""
+        self._fail("the data workers were closed")
+        for worker in self._workers:
+            worker.process.join(timeout=5)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        if self._reader is not threading.current_thread():
+            self._reader.join()
+        for worker in self._workers:
+            worker.pipe.close()
+
+
+def _context() -> SpawnContext | ForkServerContext:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    server = getattr(forkserver, "_forkserver", None)
+    if getattr(server, "_preload_modules", None) == ["__main__"]:  # nobody has asked for others
+        context.set_forkserver_preload(["__main__", __name__])
+    return context
+
+
+class _Worker:
+    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
+        self.process = process
+        self.pipe = pipe
+        self.tasks: deque[Future[Any]] = deque()  # in the order in which they will be answered
+
+
+def _how_it_ended(process: BaseProcess) -> str:
+    process.join(timeout=5)
+    code = process.exitcode
+    if code is not None and code < 0:
+        hint = "; is the memory used up? Try fewer workers" if -code == signal.SIGKILL else ""
+        return f"(process {process.pid}) was ended by {signal.Signals(-code).name}{hint}"
+    return f"(process {process.pid}) ended with exit code {code}; what it printed may say why"
+
+
+def _work(pipe: Connection, pickled: bytes) -> None:
+    """The life of a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tasks: Tasks | None = None
+    while True:
+        try:
+            method, argument = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            tasks = pickle.loads(pickled) if tasks is None else tasks
+            parcel = Parcel((True, getattr(tasks, method)(argument)))
+        except Exception as error:
+            parcel = Parcel((False, f"{error}\n\nIn a data worker:\n{traceback.format_exc()}"))
+        try:
+            parcel.send(pipe)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])  # a pipe that closes with the parent, also when that is killed
+    os._exit(1)

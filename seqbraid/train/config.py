@@ -1,0 +1,315 @@
+"""The configuration of a training run: dataclasses, read from YAML and dotted overrides."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from ..parallelize.memory import MemoryOptions
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """How the processes are shared out; their product is the number of processes."""
+
+    dp_replicate: int = 1
+    """Copies of the model that see different samples."""
+    dp_shard: int = -1
+    """Ranks that see different samples and share the parameters; −1 takes what the other axes leave."""
+    ring: int = 1
+    """Ranks along which keys and values of long sequences travel."""
+    ulysses: int = 1
+    """Ranks that exchange heads for tokens."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is learnt from."""
+
+    train: list[str] | str = field(default_factory=list)
+    """JSONL files (globs too), folders that `datasets` saved, parquet files, or `hf:NAME`."""
+    eval: list[str] | str = field(default_factory=list)
+    """The same, held out; evaluated every `train.eval_every` steps."""
+    media_root: str = "."
+    """The folder that media paths are relative to; nothing outside of it is read."""
+    allow_urls: bool = False
+    """Fetch media named by http(s) URLs."""
+    row_tokens: int = 8192
+    """Tokens of a packed row, which one group of `ring × ulysses` ranks computes at a time."""
+    over_long: Literal["error", "truncate", "drop"] = "error"
+    """What to do with a sample that is longer than a row; only text can be truncated."""
+    on_bad_sample: Literal["error", "skip"] = "error"
+    """Stop at a line that cannot be used, or leave it out, count it and list it in `bad_samples.jsonl`."""
+    shuffle: bool = True
+    """Draw the samples of an epoch in random order."""
+    buffer_size: int = 1024
+    """Samples at hand from which rows are filled."""
+    workers: int = 2
+    """Processes per rank that tokenize and decode; 0 does it between the steps."""
+    prefetch_steps: int = 2
+    """Steps that are prepared ahead."""
+    policy: Literal["balanced", "zigzag", "contiguous"] = "balanced"
+    """How sequences are cut over `ring × ulysses` ranks."""
+    min_pixels: int | None = None
+    """Images and frames are enlarged to at least this many pixels; the processor's own when left out."""
+    max_pixels: int | None = None
+    """Images and frames are shrunk to at most this many pixels; the processor's own when left out."""
+    fps: float | None = None
+    """Frames taken from a second of video; the processor's own when left out."""
+    max_frames: int | None = None
+    """Most frames taken from a video; the processor's own when left out."""
+    use_audio_in_video: bool = False
+    """Hear the sound of videos (Qwen3-Omni)."""
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """The optimizer's steps."""
+
+    steps: int | None = None
+    """Optimizer steps; give this or `epochs`."""
+    epochs: int | None = None
+    """Passes over the training data; give this or `steps`."""
+    batch_tokens: int = 0
+    """Tokens of an optimizer step over the whole job, whatever its mesh; a multiple of `data.row_tokens`."""
+    lr: float = 1e-5
+    """The largest learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls after the warm-up."""
+    warmup: float = 0.03
+    """Share of the run in which the rate rises from 0; from 1 on a number of steps."""
+    final_lr: float = 0.0
+    """The rate at the end, as a share of `lr`."""
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices; vectors (norms, biases) are left alone."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    clip_norm: float | None = 1.0
+    """Largest norm of the whole gradient; none when null."""
+    eval_every: int | None = None
+    """Steps between evaluations; at the end only when left out."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters in place of full training, through peft."""
+
+    rank: int = 0
+    """Rank of the adapters; 0 trains the model itself."""
+    alpha: float = 16.0
+    """Their scale, divided by the rank."""
+    targets: list[str] | str = "all-linear"
+    """Names of the linear layers that get one; `all-linear` means every one of the decoder."""
+    dropout: float = 0.0
+    """Dropout before the adapters; other meshes then draw other masks."""
+    rslora: bool = False
+    """Divide the scale by the root of the rank."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What survives a kill."""
+
+    every: int | None = None
+    """Steps between checkpoints; at the end only when left out."""
+    keep: int = 2
+    """How many of the newest are kept, beside the best."""
+    asynchronous: bool = True
+    """Write while the next steps are computed."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """A checkpoint cannot be written (a full disk): stop, or go on with the one before."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is seen while it runs."""
+
+    every: int = 1
+    """Steps between lines on a screen that is no terminal; `log.jsonl` has every step."""
+    sinks: list[str] | str = "tensorboard"
+    """Beside `log.jsonl`: tensorboard, wandb, mlflow, trackio."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    >>> TrainConfig(model="tiny:llama", out="runs/a", data=DataConfig(train="a.jsonl"),
+    ...             train=StepConfig(steps=3, batch_tokens=8192)).check().train.schedule
+    'cosine'
+    """
+
+    model: str = ""
+    """A checkpoint's folder, a hub name, or `tiny:FAMILY` for a tiny model with random weights."""
+    out: str = ""
+    """The run's folder: checkpoints, `log.jsonl`, `config.yaml`."""
+    precision: Literal["float32", "mixed", "bfloat16"] = "mixed"
+    """`mixed`: float32 parameters, bfloat16 compute; `bfloat16`: bfloat16 parameters with float32 master
+    weights in the optimizer."""
+    gated_delta: Literal["auto", "states", "heads"] = "auto"
+    """How gated-delta layers talk over `ring × ulysses`."""
+    freeze: list[str] = field(default_factory=list)
+    """Parts that are not trained: vision, merger, audio, language_model, embeddings, head, `re:PATTERN`."""
+    seed: int = 0
+    """Decides the order of samples and everything else that is random."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """Go on from the last checkpoint in `out` if there is one; refuse a folder that has one; refuse one that
+    has none."""
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """The device mesh."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The data."""
+    train: StepConfig = field(default_factory=StepConfig)
+    """The steps."""
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    """What is given for memory; none of it changes the gradient."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """LoRA."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Logging."""
+
+    def check(self) -> TrainConfig:
+        """Refuse what cannot be meant, before anything is loaded."""
+        for name, value in (("model", self.model), ("out", self.out), ("data.train", self.data.train)):
+            if not value:
+                raise ValueError(f"{name} is empty; give it in the config or as --{name}=…")
+        steps, data = self.train, self.data
+        if (steps.steps is None) == (steps.epochs is None):
+            raise ValueError(
+                f"train.steps={steps.steps} and train.epochs={steps.epochs}: give exactly one of them"
+            )
+        positive = {
+            "train.steps": steps.steps, "train.epochs": steps.epochs, "log.every": self.log.every,
+            "train.batch_tokens": steps.batch_tokens, "data.row_tokens": data.row_tokens,
+            "train.eval_every": steps.eval_every,
+            "checkpoint.every": self.checkpoint.every, "checkpoint.keep": self.checkpoint.keep,
+            "data.prefetch_steps": data.prefetch_steps,
+        }  # fmt: skip
+        for name, number in positive.items():
+            if number is not None and number < 1:
+                raise ValueError(f"{name}={number} must be at least 1")
+        if steps.batch_tokens % data.row_tokens:
+            below = steps.batch_tokens // data.row_tokens * data.row_tokens
+            raise ValueError(
+                f"train.batch_tokens={steps.batch_tokens} is no multiple of "
+                f"data.row_tokens={data.row_tokens}; "
+                f"use {below or data.row_tokens} or {below + data.row_tokens}"
+            )
+        for name, share in (("final_lr", steps.final_lr), ("weight_decay", steps.weight_decay)):
+            if not 0 <= share <= 1:
+                raise ValueError(f"train.{name}={share} must be between 0 and 1")
+        if not (0 <= steps.beta1 < 1 and 0 <= steps.beta2 < 1):
+            raise ValueError(f"train.beta1={steps.beta1}, beta2={steps.beta2} must be at least 0 and below 1")
+        for name, number in (("lr", steps.lr), ("warmup", steps.warmup), ("eps", steps.eps)):
+            if not 0 <= number < float("inf"):
+                raise ValueError(f"train.{name}={number} must be a finite number of at least 0")
+        if steps.warmup >= 1 and steps.epochs is not None:
+            raise ValueError(
+                f"train.warmup={steps.warmup} is a number of steps, but a run of train.epochs={steps.epochs} "
+                "does not know how many it has; give a share below 1"
+            )
+        if steps.clip_norm is not None and not steps.clip_norm > 0:
+            raise ValueError(f"train.clip_norm={steps.clip_norm} must be above 0, or null for no clipping")
+        if self.lora.rank < 0:
+            raise ValueError(f"lora.rank={self.lora.rank} must be at least 0 (0 trains the model itself)")
+        if self.lora.rank and self.freeze:
+            raise ValueError("lora freezes all of the model itself; leave `freeze` out, or set lora.rank=0")
+        if steps.eval_every is not None and not data.eval:
+            raise ValueError(f"train.eval_every={steps.eval_every} but data.eval names no file")
+        return self
+
+
+def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
+    """`config.yaml --train.lr=1e-5 …` to a checked configuration, and whether only a dry run is asked for."""
+    try:
+        from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+    except ImportError:
+        raise ValueError("seqbraid train needs its extra: pip install 'seqbraid[train]'") from None
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        prog="seqbraid train", description="Train on packed conversations over any mesh.", exit_on_error=False
+    )
+    parser.add_argument("--config", action="config", help="a YAML file; may also be given first, by itself")
+    parser.add_class_arguments(TrainConfig, None)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check model, mesh, data and memory; print the plan of a batch"
+    )
+    arguments = list(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        if not Path(arguments[0]).is_file():
+            raise ValueError(f"there is no config file {arguments[0]!r}")
+        arguments.insert(0, "--config")
+    try:
+        found = parser.parse_args(arguments)
+    except ArgumentError as error:
+        raise ValueError(_with_nearest(str(error))) from None
+    found.pop("config", None)
+    dry_run = bool(found.pop("dry_run"))
+    values = parser.instantiate_classes(found)
+    return TrainConfig(**values.as_dict() if hasattr(values, "as_dict") else values).check(), dry_run
+
+
+def load_config(path: Path) -> TrainConfig:
+    """The configuration that a run saved."""
+    return parse_config([str(path)])[0]
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The configuration as `parse_config` reads it."""
+    import yaml  # jsonargparse brings it
+
+    return str(yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True))
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Nested dicts of a configuration."""
+    return {
+        f.name: as_dict(value) if is_dataclass(value := getattr(config, f.name)) else value
+        for f in fields(config)
+    }
+
+
+def keys(kind: type = TrainConfig, prefix: str = "") -> list[str]:
+    """All dotted names of the configuration."""
+    found = []
+    for name, hint in get_type_hints(kind).items():
+        found += keys(hint, f"{prefix}{name}.") if is_dataclass(hint) else [prefix + name]
+    return found
+
+
+def _with_nearest(message: str) -> str:
+    """Add the nearest valid name to an error about an unknown one."""
+    message = " ".join(message.split())
+    unknown = re.search(r"unrecognized arguments: (.*)", message)
+    group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
+    top = re.search(r"Option '([\w.]+)' is not accepted", message)
+    if unknown:
+        names = [part.lstrip("-").split("=")[0] for part in unknown[1].split() if part.startswith("-")]
+    elif group:
+        names = [f"{group[1]}.{group[2]}"]
+    elif top:
+        names = [top[1]]
+    else:
+        return message
+    hints = [f"{name} is unknown{_nearest(name)}" for name in names]
+    return "; ".join(hints) or message
+
+
+def _nearest(name: str) -> str:
+    valid = keys()
+    close = difflib.get_close_matches(name, valid, 1, 0.5)
+    if not close:  # the right name in the wrong group
+        last = {key.rsplit(".", 1)[-1]: key for key in valid}
+        found = difflib.get_close_matches(name.rsplit(".", 1)[-1], last, 1, 0.6)
+        close = [last[part] for part in found]
+    return f"; did you mean {close[0]}?" if close else f"; valid are {', '.join(valid)}"

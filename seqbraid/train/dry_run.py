@@ -1,0 +1,105 @@
+"""`seqbraid train --dry-run`: everything that can be refused is refused, and the first batch is shown."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from ..layout import SequenceLayout
+from ..layout.render import layout_table
+from ..mesh import Mesh
+from ..models.media_adapter import make_adapter
+from .config import MeshConfig, TrainConfig
+from .estimate import memory_estimate
+from .setup import load_model, make_loader
+
+
+def dry_run(config: TrainConfig, console: Console | None = None) -> None:
+    """Check model, mesh, data and memory in one process, and print the plan of one batch."""
+    mesh = planned_mesh(config.mesh)
+    if mesh.rank > 0:
+        return
+    model = load_model(config, weights=False)
+    make_adapter(model).check_mesh(mesh, config.gated_delta)
+    console = console or Console()
+    console.print(_model_table(model, mesh, config))
+    console.print(*_batch(config, model, mesh))
+    estimate = memory_estimate(
+        model, mesh, config.memory, config.precision, row_tokens=config.data.row_tokens
+    )
+    console.print(estimate.table())
+
+
+def planned_mesh(axes: MeshConfig) -> Mesh:
+    """The mesh as the job would have it: of torchrun's processes, or of as many as the axes name."""
+    sizes = {axis: getattr(axes, axis) for axis in ("dp_replicate", "dp_shard", "ring", "ulysses")}
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        world_size = prod(max(size, 1) for size in sizes.values())
+    return Mesh(**sizes, rank=int(os.environ.get("RANK", "0")), world_size=world_size)
+
+
+def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> RenderableType:
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    table = Table(title="Plan", title_justify="left", show_header=False)
+    table.add_row("model", f"{config.model} ({type(model).__name__})")
+    trained = sum(n for n, learns in counts if learns)
+    table.add_row("parameters", f"{sum(n for n, _ in counts):,}, of which {trained:,} are trained")
+    axes = ", ".join(
+        f"{axis}={getattr(mesh, axis)}" for axis in ("dp_replicate", "dp_shard", "ring", "ulysses")
+    )
+    table.add_row("mesh", f"{axes}: {mesh.world_size} processes")
+    rows = config.train.batch_tokens // config.data.row_tokens
+    per_rank = -(-rows // mesh.data_world_size)
+    table.add_row(
+        "step",
+        f"{config.train.batch_tokens:,} tokens: {rows} rows of {config.data.row_tokens:,}, {per_rank} for "
+        "each of "
+        f"{mesh.data_world_size} data ranks",
+    )
+    idle = per_rank * mesh.data_world_size - rows
+    if idle:
+        table.add_row("", f"[yellow]{idle} of {rows + idle} rows of every step stay empty[/]; use a multiple")
+    table.add_row("precision", config.precision)
+    return table
+
+
+def _batch(config: TrainConfig, model: PreTrainedModel, mesh: Mesh) -> list[RenderableType]:
+    """The first step's rows; they are the same on any mesh, so one process can find them."""
+    loader = make_loader(config, model.config, Mesh(rank=0, world_size=1))
+    try:
+        data = next(loader, None)
+        if data is None:
+            raise ValueError("the training data gives no row")
+        shown: list[RenderableType] = []
+        for number, row in enumerate(data.rows):
+            lengths = [len(sample["input_ids"]) for sample in row]
+            if not number:
+                shown.append(_row_table(row))
+                shown.append(
+                    layout_table(SequenceLayout(lengths, mesh.ring, mesh.ulysses, config.data.policy))
+                )
+        bad = loader.bad
+        if bad.count:
+            shown.append(f"[yellow]{bad.count} samples cannot be used[/], the first: {bad.first[0]}")
+        return shown
+    finally:
+        loader.close()
+
+
+def _row_table(row: list[dict[str, Any]]) -> RenderableType:
+    table = Table(title="First row", title_justify="left")
+    for name in ("sample", "tokens", "labels", "images", "videos", "clips"):
+        table.add_column(name, justify="right")
+    for number, sample in enumerate(row):
+        labels = sample.get("labels")
+        learnt = len(sample["input_ids"]) if labels is None else int((labels != -100).sum())
+        media = [sample.get(key) for key in ("image_grid_thw", "video_grid_thw", "feature_attention_mask")]
+        counts = [str(0 if item is None else len(item)) for item in media]
+        table.add_row(str(number), str(len(sample["input_ids"])), str(learnt), *counts)
+    return table

@@ -1,0 +1,36 @@
+"""The loss on held-out data, as the same sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..data.loader import Loader
+from ..mesh import Mesh
+from ..models.braided import BraidedModel
+from .batches import make_batches
+
+
+@torch.no_grad()
+def evaluate(
+    model: BraidedModel, loader: Loader, config: Any, mesh: Mesh, policy: str, device: torch.device
+) -> dict[str, float]:
+    """Mean loss per label token and share of tokens predicted right, over one pass of the loader."""
+    was_training = model.training
+    model.eval()
+    loss_sum, correct, labels = 0.0, 0, 0
+    try:
+        for data in loader:
+            step = make_batches(data, config, mesh, policy)
+            for batch in step.batches:
+                out = model(batch.to(device))
+                loss_sum += float(out.loss_sum)
+                correct += int(out.correct_tokens)
+            labels += step.label_tokens
+    finally:
+        model.train(was_training)
+        loader.close()
+    if not labels:
+        raise ValueError("the held-out data has no token to predict")
+    return {"eval_loss": loss_sum / labels, "eval_accuracy": correct / labels, "eval_label_tokens": labels}

@@ -1,0 +1,140 @@
+"""AdamW, with float32 master weights where parameters are narrower, and the norm of the whole gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from ..mesh import Mesh
+from .config import StepConfig
+
+
+def make_optimizer(model: nn.Module, config: StepConfig) -> torch.optim.Optimizer:
+    """AdamW over what is trained: torch's own for float32 parameters, with master weights for others.
+
+    Matrices decay; norms, biases and other vectors do not.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError("nothing is trained: every parameter is frozen")
+    settings: dict[str, Any] = {
+        "lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True,
+    }  # fmt: skip
+    if all(p.dtype == torch.float32 for p in trained):
+        return torch.optim.AdamW(groups, **settings)
+    return MasterAdamW(groups, **settings)
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW that steps on float32 copies of narrower parameters and rounds them once per step.
+
+    The gradients of accumulated batches are summed in float32 too: call `gather_gradients` after each
+    backward.
+    """
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def gather_gradients(self) -> None:
+        """Add what the last backward gave to float32 sums, and let it go."""
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                if p in self._sums:
+                    local(self._sums[p]).add_(local(p.grad))
+                else:
+                    self._sums[p] = p.grad.float()
+                p.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        """The float32 sums."""
+        return list(self._sums.values())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, gathered ones too."""
+        super().zero_grad(set_to_none)
+        self._sums.clear()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One step from the gathered gradients."""
+        assert closure is None, "a closure would backward past the float32 sums"
+        self.gather_gradients()
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if p in self._sums]
+            states = [self._state(p) for p in stepped]
+            masters = [local(state["master"]) for state in states]
+            beta1, beta2 = group["betas"]
+            adamw(
+                masters,
+                [local(self._sums.pop(p)) for p in stepped],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                fused=True,
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for p, master in zip(stepped, masters, strict=True):
+                local(p).copy_(master)
+
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+            state["master"] = p.detach().float()
+        return state
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, the same memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What the next step would use."""
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.gather_gradients()
+        return optimizer.gradients()
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+@torch.no_grad()
+def gradient_norm(gradients: list[Tensor], mesh: Mesh) -> float:
+    """The norm of the whole gradient, over all parameters and all ranks that hold parts of it.
+
+    Ranks of `dp_replicate` hold the same parts, so they are not added.
+    """
+    device = gradients[0].device if gradients else torch.device("cpu")
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for gradient in gradients:
+        square += torch.linalg.vector_norm(local(gradient), dtype=torch.float32).double().square()
+    if mesh.world_size > 1:
+        fsdp = mesh.device_meshes["fsdp"]
+        dist.all_reduce(square, group=fsdp.get_group("shard") if fsdp.ndim == 2 else fsdp.get_group())
+    return float(square.sqrt())
+
+
+@torch.no_grad()
+def clip_gradients(gradients: list[Tensor], norm: float, largest: float | None) -> None:
+    """Scale the whole gradient down to the largest norm that is allowed."""
+    if largest is not None and norm > largest:
+        torch._foreach_mul_([local(gradient) for gradient in gradients], largest / norm)

@@ -1,0 +1,145 @@
+"""From a configuration to what a run needs: model, processor, encoder, loader."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..data.encode import SampleEncoder
+from ..data.loader import Loader
+from ..data.media_files import MediaFiles
+from ..data.processor import load_processor
+from ..data.source import open_source
+from ..mesh import Mesh
+from ..models.braided import BraidedModel
+from ..parallelize.api import parallelize
+from ..verify.tiny_processor import tiny_training_model
+from .config import DataConfig, TrainConfig
+from .freeze import freeze
+from .lora import LoraOptions, add_lora
+from .weights import checkpoint_folder, empty_model, load_stock
+
+TINY = "tiny:"
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a worker makes its encoder: from names, so that it can be sent to another process."""
+
+    model: str
+    data: DataConfig
+    config: Any
+
+    def __call__(self) -> SampleEncoder:
+        """The encoder."""
+        data = self.data
+        asked = {name: getattr(data, name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")}
+        return SampleEncoder(
+            load_model_processor(self.model),
+            self.config,
+            MediaFiles(Path(data.media_root), allow_urls=data.allow_urls),
+            use_audio_in_video=data.use_audio_in_video,
+            **{name: value for name, value in asked.items() if value is not None},
+        )
+
+
+def make_mesh(config: TrainConfig) -> Mesh:
+    """The mesh of this job's processes."""
+    axes = config.mesh
+    return Mesh(dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, ring=axes.ring, ulysses=axes.ulysses)
+
+
+def make_device() -> torch.device:
+    """This process's GPU, or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def load_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:
+    """The stock model with what is trained of it decided: adapters, or all but the frozen parts.
+
+    Without `weights` a checkpoint's are not read, and its parameters are on the meta device.
+    """
+    dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
+    if config.model.startswith(TINY):
+        model = tiny_training_model(config.model.removeprefix(TINY), config.seed, dtype)[0]
+    elif weights:
+        model = load_stock(config.model, dtype).model
+    else:
+        with torch.device("meta"):
+            model = empty_model(checkpoint_folder(config.model), dtype)
+    lora = config.lora
+    if lora.rank:
+        options = LoraOptions(lora.rank, lora.alpha, lora.targets, lora.dropout, lora.rslora)
+        add_lora(model, options, config.seed)
+    elif config.freeze:
+        freeze(model, config.freeze)
+    return model
+
+
+def load_model_processor(name: str) -> Any:
+    """The processor or tokenizer that belongs to a model."""
+    if name.startswith(TINY):
+        return tiny_training_model(name.removeprefix(TINY), 0, torch.float32)[1]
+    return load_processor(checkpoint_folder(name))
+
+
+def braid(config: TrainConfig, model: PreTrainedModel, mesh: Mesh, device: torch.device) -> BraidedModel:
+    """The model on the mesh, as the configuration wants it."""
+    if mesh.world_size == 1:
+        model.to(device)
+    return parallelize(
+        model,
+        mesh,
+        gated_delta=config.gated_delta,
+        memory=config.memory,
+        compute_dtype=torch.bfloat16 if config.precision == "mixed" else None,
+    )
+
+
+def make_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Loader:
+    """The stream of training steps."""
+    data = config.data
+    return Loader(
+        open_source(data.train),
+        Encoding(config.model, data, model_config),
+        mesh,
+        row_tokens=data.row_tokens,
+        rows_per_step=config.train.batch_tokens // data.row_tokens,
+        seed=config.seed,
+        epochs=config.train.epochs,
+        shuffle=data.shuffle,
+        buffer_size=data.buffer_size,
+        over_long=data.over_long,
+        on_bad_sample=data.on_bad_sample,
+        bad_file=Path(config.out) / "bad_samples.jsonl",
+        workers=data.workers,
+        prefetch_steps=data.prefetch_steps,
+    )
+
+
+def make_eval_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Loader:
+    """One pass over the held-out data, a row for each data rank at a time."""
+    data = config.data
+    return Loader(
+        open_source(data.eval),
+        Encoding(config.model, data, model_config),
+        mesh,
+        row_tokens=data.row_tokens,
+        rows_per_step=mesh.data_world_size,
+        seed=config.seed,
+        epochs=1,
+        shuffle=False,
+        buffer_size=data.buffer_size,
+        over_long=data.over_long,
+        on_bad_sample=data.on_bad_sample,
+        bad_file=Path(config.out) / "bad_eval_samples.jsonl",
+        workers=data.workers,
+        prefetch_steps=data.prefetch_steps,
+    )

@@ -1,0 +1,280 @@
+"""The run: steps from the loader, until it is done or told to stop; every bit of it resumable."""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..comm.consensus import agree
+from ..data.loader import StepData
+from ..mesh import Mesh
+from .batches import StepBatches, make_batches
+from .checkpoint import Checkpoints, Failed, Published
+from .config import TrainConfig, as_dict, to_yaml
+from .evaluate import evaluate
+from .flops import ModelFlops, peak_flops
+from .log import Sinks, open_sinks
+from .lora import save_adapter
+from .metrics import StepMeter
+from .nonfinite import NonFiniteError, write_step
+from .optimizer import MasterAdamW, clip_gradients, gradient_norm, gradients_of, make_optimizer
+from .schedule import learning_rate
+from .setup import braid, load_model, load_model_processor, make_device, make_eval_loader, make_loader
+
+UNCHANGED = ("model", "precision", "lora", "freeze")
+"""What a resumed run must have as it was; the loader looks after the data, all else may change."""
+
+
+class Trainer:
+    """A model, its data and its optimizer, and the loop over steps."""
+
+    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.folder = Path(config.out)
+        self.device = make_device()
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints",
+            mesh,
+            keep=config.checkpoint.keep,
+            asynchronous=config.checkpoint.asynchronous,
+            on_error=config.checkpoint.on_error,
+        )
+        last = self._last()
+        self._prepare_folder()
+        seed_everything(config.seed)
+        stock = load_model(config)
+        self.model_config = stock.config
+        if mesh.rank == 0:
+            stock.config.save_pretrained(self.folder / "model")
+        try:
+            self.flops = ModelFlops.of(stock)
+        except ValueError:  # a model that we cannot count has no utilisation, and trains all the same
+            self.flops = None
+        self.model = braid(config, stock, mesh, self.device)
+        self.optimizer = make_optimizer(self.model, config.train)
+        self.loader = make_loader(config, self.model_config, mesh)
+        self.step = 0
+        """Steps that are done."""
+        self.progress = 0.0
+        self.best: dict[str, Any] = {}
+        if last is not None:
+            self._resume(last)
+        compute = torch.float32 if config.precision == "float32" else torch.bfloat16
+        self.meter = StepMeter(mesh.world_size, peak_flops(self.device, compute), self.device)
+        self.stop = False
+        self.saved = self.step if last is not None else -1
+
+    def run(self) -> None:
+        """Train to the end, or until a signal asks to stop; the last step is always saved."""
+        with self._sinks() as self.sinks, stop_on_sigterm(self):
+            if self.saved >= 0:
+                self.sinks.event("resumed", step=self.step)
+            self.meter.start()
+            try:
+                while not self._done():
+                    data = next(self.loader, None)
+                    if data is None:
+                        break
+                    if self._step(data):
+                        break
+                if self.saved != self.step:
+                    self._save()
+                self._report(self.checkpoints.finish())
+                if self.config.lora.rank:
+                    save_adapter(self.model, self.folder / "adapter", base_name=self.config.model)
+            finally:
+                self.loader.close()
+
+    def _done(self) -> bool:
+        steps = self.config.train.steps
+        return steps is not None and self.step >= steps
+
+    def _step(self, data: StepData) -> bool:
+        """One optimizer step; whether a rank was asked to stop."""
+        config = self.config.train
+        # Nothing random is remembered: each step starts from its own seed, so a resumed one draws the same.
+        seed_everything(self.config.seed, self.step, self.mesh.rank)
+        work = make_batches(
+            data, self.model_config, self.mesh, self.config.data.policy, self.flops, self.stop
+        )
+        losses, correct = [], 0
+        for batch in work.batches:
+            out = self.model(batch.to(self.device), label_tokens=work.label_tokens)
+            out.loss.backward()
+            if isinstance(self.optimizer, MasterAdamW):
+                self.optimizer.gather_gradients()
+            losses.append(out.mean_loss)
+            correct += out.correct_tokens
+        gradients = gradients_of(self.optimizer)
+        norm = gradient_norm(gradients, self.mesh)
+        loss = float(torch.stack(losses).double().sum())
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._stop_non_finite(data, work, losses, norm)
+        clip_gradients(gradients, norm, config.clip_norm)
+        before, self.progress = self.progress, self._progress_after()
+        rate = learning_rate(config, before, self.progress)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        metrics = self.meter.step(
+            loss=loss,
+            grad_norm=norm,
+            lr=rate,
+            tokens=work.tokens,
+            label_tokens=work.label_tokens,
+            physical_tokens=work.physical_tokens,
+            data_wait_s=data.wait_s,
+            flops=work.flops,
+            correct_tokens=int(correct),
+            epoch=data.epoch,
+        )
+        self._after_step(metrics, work.stop)
+        return work.stop
+
+    def _after_step(self, metrics: dict[str, float], stop: bool) -> None:
+        """Evaluate, log and save what is due."""
+        checkpoint, train = self.config.checkpoint, self.config.train
+        last = self._done() or stop
+        improved = False
+        if self.config.data.eval and (last or (train.eval_every and self.step % train.eval_every == 0)):
+            found = evaluate(
+                self.model,
+                make_eval_loader(self.config, self.model_config, self.mesh),
+                self.model_config,
+                self.mesh,
+                self.config.data.policy,
+                self.device,
+            )
+            metrics = {**metrics, **found}
+            improved = found["eval_loss"] < self.best.get("eval_loss", math.inf)
+            if improved:
+                self.best = {"step": self.step, "eval_loss": found["eval_loss"]}
+        self.sinks.log(self.step, metrics)
+        self._report(self.checkpoints.poll())
+        if improved or last or (checkpoint.every and self.step % checkpoint.every == 0):
+            self._save()
+        self.meter.start()
+
+    def _progress_after(self) -> float:
+        steps = self.config.train.steps
+        if steps is not None:
+            return (self.step + 1) / steps
+        done = self.loader.progress()
+        assert done is not None, "a run without a number of steps has a number of epochs"
+        return done
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "progress": self.progress,
+            "best": self.best,
+            "loader": self.loader.state_dict(),
+            "config": as_dict(self.config),
+            "mesh": {
+                axis: getattr(self.mesh, axis) for axis in ("dp_replicate", "dp_shard", "ring", "ulysses")
+            },
+        }
+        self.saved = self.step
+        self.checkpoints.save(self.step, self.model, self.optimizer, state)
+        if self.best.get("step") == self.step:
+            self.checkpoints.mark_best(self.step)
+
+    def _report(self, events: list[Published | Failed]) -> None:
+        for event in events:
+            if isinstance(event, Published):
+                self.sinks.event("checkpoint", step=event.step, seconds=event.seconds)
+            else:
+                self.sinks.event("checkpoint failed", step=event.step, reason=event.reason)
+
+    def _last(self) -> Path | None:
+        last = self.checkpoints.last()
+        if last is not None and self.config.resume == "never":
+            raise ValueError(f"out={self.config.out!r} has a checkpoint ({last.name}) and resume is 'never'")
+        if last is None and self.config.resume == "must":
+            raise ValueError(f"out={self.config.out!r} has no checkpoint and resume is 'must'")
+        if last is not None:
+            before, now = self.checkpoints.state(last)["config"], as_dict(self.config)
+            for name in UNCHANGED:
+                if before[name] != now[name]:
+                    raise ValueError(
+                        f"{last} was trained with {name}={before[name]!r}, not {now[name]!r}; set it back, "
+                        "or "
+                        "give another out"
+                    )
+        return last
+
+    def _resume(self, path: Path) -> None:
+        state = self.checkpoints.load(path, self.model, self.optimizer)
+        self.loader.load_state_dict(state["loader"])
+        self.step, self.progress, self.best = state["step"], state["progress"], state["best"]
+
+    def _prepare_folder(self) -> None:
+        error = None
+        if self.mesh.rank == 0:
+            try:
+                (self.folder / "model").mkdir(parents=True, exist_ok=True)
+                fresh = self.folder / "config.yaml.tmp"
+                fresh.write_text(to_yaml(self.config), encoding="utf-8")
+                fresh.replace(self.folder / "config.yaml")
+                load_model_processor(self.config.model).save_pretrained(self.folder / "model")
+            except (OSError, ValueError) as problem:
+                error = problem
+        agree(self.mesh.cpu_group, error)
+
+    @contextmanager
+    def _sinks(self) -> Iterator[Sinks]:
+        log, total = self.config.log, self.config.train.steps
+        sinks = Sinks()
+        if self.mesh.rank == 0:
+            names, config = log.sinks, as_dict(self.config)
+            sinks = open_sinks(self.folder, names, config, self.step + 1, total_steps=total, every=log.every)
+        try:
+            yield sinks
+        finally:
+            sinks.close()
+
+    def _stop_non_finite(
+        self, data: StepData, work: StepBatches, losses: list[torch.Tensor], norm: float
+    ) -> None:
+        folder = self.folder / "nonfinite" / f"step-{self.step + 1:08d}"
+        found = [float(loss) for loss in losses]
+        facts = {"step": self.step + 1, "grad_norm": repr(norm), "samples": data.where}
+        write_step(folder, self.mesh.rank, self.model, work.batches, found, facts)
+        raise NonFiniteError(
+            f"step {self.step + 1}: loss {sum(found)}, gradient norm {norm}; nothing was updated. What each "
+            "rank "
+            f"was looking at is in {folder}"
+        )
+
+
+def seed_everything(*numbers: int) -> None:
+    """Seed all generators from these numbers together."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextmanager
+def stop_on_sigterm(trainer: Trainer) -> Iterator[None]:
+    """A polite end, as schedulers ask for it: finish the step, save, stop on all ranks together."""
+
+    def ask(*_: Any) -> None:
+        trainer.stop = True
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
