@@ -42,8 +42,8 @@ def show(name: str, call: Callable[[], object], args: argparse.Namespace) -> Non
 def compiled_parts() -> Iterator[None]:
     """The pure tensor functions of a chunk, compiled."""
     load, backward = Chunks.load, gated_delta_chunks.tile_backward
-    Chunks.load = staticmethod(torch.compile(load))  # type: ignore[method-assign]
-    gated_delta.tile_backward = torch.compile(backward)  # type: ignore[assignment]
+    Chunks.load = staticmethod(torch.compile(load, dynamic=False))  # type: ignore[method-assign]
+    gated_delta.tile_backward = torch.compile(backward, dynamic=False)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -97,9 +97,10 @@ def main() -> None:
     parser.add_argument("--key-heads", type=int, default=16)
     parser.add_argument("--value-heads", type=int, default=32)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--tokens", type=int, nargs="+")
     args = parser.parse_args()
     torch.manual_seed(0)
-    for tokens in (8192, 32768) if args.device == "cuda" else (512,):
+    for tokens in args.tokens or ((8192, 32768) if args.device == "cuda" else (512,)):
         rule(tokens, args)
         convolution(tokens, args)
 

@@ -240,7 +240,9 @@ def _check_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Linear) -> 
     with ExitStack() as stack, torch.no_grad():
         stack.enter_context(forward_replaced(head, fake_head))
         stack.enter_context(forward_replaced(decoder, lambda *_, **__: _FakeOutput(last_hidden_state=hidden)))
-        found = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
+        # A media model embeds its tokens before the decoder.
+        device = model.get_input_embeddings().weight.device
+        found = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False).logits
     if len(given) != 1 or not torch.equal(given[0], hidden) or not torch.equal(found, logits):
         raise ValueError(
             f"{type(model).__name__} changes hidden states before its head or logits after it (a soft-cap "
