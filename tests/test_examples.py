@@ -1,0 +1,56 @@
+"""Every example runs as it is written, on a tiny model, in one process and over ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from seqbraid.train.config import MeshConfig, TrainConfig, load_config
+from tests.ranks import run
+from tests.train.test_train import furthest, losses, train
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CONFIGS = sorted(path.parent.name for path in EXAMPLES.glob("*/config.yaml"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the examples' data has been made, as their README says."""
+    found = tmp_path_factory.mktemp("examples")
+    subprocess.run([sys.executable, EXAMPLES / "make_data.py"], cwd=found, check=True, capture_output=True)
+    return found
+
+
+def _train_in(folder: str, config: TrainConfig) -> None:
+    """The configs name their files from the folder that the commands are given in."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        train(config)
+    finally:
+        os.chdir(before)
+
+
+def test_there_are_examples_of_all_kinds() -> None:
+    assert {"qwen3_vl", "qwen3_5_documents", "qwen3_omni_audio", "lora"} <= set(CONFIGS)
+    for name in CONFIGS:
+        assert f"examples/{name}/config.yaml" in (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
+    subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"], check=True)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_example_learns_alike_alone_and_over_ranks(folder: Path, name: str) -> None:
+    config = load_config(EXAMPLES / name / "config.yaml")
+    config = replace(config, train=replace(config.train, steps=3, eval_every=None))
+    curves = []
+    for world_size in (1, 2):
+        out = f"out/runs/{name}_{world_size}"
+        run(_train_in, world_size, str(folder), replace(config, out=out, mesh=MeshConfig(ring=world_size)))
+        curves.append(losses(folder / out))
+    assert len(curves[0]) == 3 and curves[0][-1] < curves[0][0]
+    assert furthest(curves[1], curves[0]) < 1e-5

@@ -1,0 +1,107 @@
+"""Steps on float32 copies, and the norm of the whole gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqbraid.mesh import Mesh
+from seqbraid.parallelize import parallelize
+from seqbraid.train.config import StepConfig
+from seqbraid.train.optimizer import (
+    MasterAdamW,
+    clip_gradients,
+    gradient_norm,
+    gradients_of,
+    local,
+    make_optimizer,
+)
+from seqbraid.verify.tiny import tiny_model
+from tests.ranks import run
+
+CONFIG = StepConfig(lr=1e-3, weight_decay=0.1, beta2=0.95)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5))
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    optimizer = make_optimizer(model(), CONFIG)
+    assert [(len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [(1, 0.1), (3, 0.0)]
+    frozen = model().requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing is trained"):
+        make_optimizer(frozen, CONFIG)
+
+
+def test_master_weights_step_as_float32_ones_do() -> None:
+    """Small steps would be lost in bfloat16; parameters are the float32 ones rounded, after every step."""
+    wide, narrow = model().bfloat16().float(), model().bfloat16()
+    plain, master = make_optimizer(wide, CONFIG), make_optimizer(narrow, CONFIG)
+    assert isinstance(master, MasterAdamW) and not isinstance(plain, MasterAdamW)
+    for group in (*plain.param_groups, *master.param_groups):
+        group["lr"] = 1e-5
+    before = [p.clone() for p in narrow.parameters()]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(50):
+        for _ in range(2):  # micro-batches: their sum must not be rounded
+            for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
+                gradient = torch.randn(p.shape, generator=generator).bfloat16()
+                p.grad = gradient.float() if p.grad is None else p.grad + gradient.float()
+                q.grad = gradient
+            master.gather_gradients()
+        assert all(
+            torch.equal(a, b) for a, b in zip(gradients_of(plain), _in_order(master, narrow), strict=True)
+        )
+        plain.step()
+        master.step()
+        plain.zero_grad()
+        for p, q in zip(wide.parameters(), narrow.parameters(), strict=True):
+            assert torch.equal(p, master.state[q]["master"]) and torch.equal(p.bfloat16(), q)
+    assert any(not torch.equal(p, q) for p, q in zip(before, narrow.parameters(), strict=True))
+    assert not master.gradients() and all(q.grad is None for q in narrow.parameters())
+
+
+def _in_order(optimizer: MasterAdamW, module: nn.Module) -> list[Tensor]:
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in trained} == {id(p) for p in module.parameters()}
+    return [optimizer._sums[p] for p in trained]
+
+
+def _norm_and_clipped(axes: dict[str, int]) -> tuple[float, float, float]:
+    """The norm as computed, from gathered gradients, and after clipping to 0.1."""
+    mesh = Mesh(**axes)
+    braided = parallelize(tiny_model("llama", 0), mesh)
+    generator = torch.Generator().manual_seed(2)
+    for p in braided.parameters():
+        whole = torch.randn(p.shape, generator=generator)
+        p.grad = torch.zeros_like(p)
+        if hasattr(p.grad, "device_mesh"):
+            from torch.distributed.tensor import distribute_tensor
+
+            p.grad = distribute_tensor(whole, p.grad.device_mesh, p.grad.placements)
+        else:
+            p.grad.copy_(whole)
+    optimizer = make_optimizer(braided, CONFIG)
+    gradients = gradients_of(optimizer)
+    found = gradient_norm(gradients, mesh)
+    whole_norm = float(torch.cat([_full(g).flatten().double() for g in gradients]).norm())
+    clip_gradients(gradients, found, 0.1)
+    assert local(gradients[0]).numel() <= gradients[0].numel()
+    return found, whole_norm, gradient_norm(gradients, mesh)
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+@pytest.mark.parametrize(
+    "axes", [{"dp_replicate": 2, "ring": 2}, {"dp_shard": 2, "ulysses": 2}, {"ring": 4}], ids=str
+)
+def test_the_norm_is_that_of_the_whole_gradient(axes: dict[str, int]) -> None:
+    alone = run(_norm_and_clipped, 1, {})[0][0]
+    for found, whole, clipped in run(_norm_and_clipped, 4, axes):
+        assert found == pytest.approx(whole, rel=1e-6) and found == pytest.approx(alone, rel=1e-6)
+        assert clipped == pytest.approx(0.1, rel=1e-6)
