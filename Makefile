@@ -6,7 +6,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: setup test test-oldest lint demo bench clean
+.PHONY: setup test test-oldest lint demo bench chaos clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/loss_memory.py
 	$(BIN)/python benchmarks/memory_per_rank.py
+
+# Kills ranks at random moments, twenty times of each kind, and looks whether the resumed runs are bit for bit right.
+chaos: $(READY)
+	$(BIN)/python -m tests.train.chaos --trials 20
 
 clean:
 	rm -rf .venv .venv-oldest build *.egg-info
