@@ -6,15 +6,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from operator import itemgetter
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg"
-"""The demuxers that may be used. Playlists (HLS, concat, DASH) would open what they name, anywhere."""
+from .container import is_shown, opened_container
 
 MAX_FPS = 1_000
 SEEK_GAP = 60
@@ -97,19 +95,8 @@ def video(
 
 @contextmanager
 def _opened(file: BinaryIO, max_pixels: int) -> Iterator[tuple[Any, Any]]:
-    try:
-        av = import_module("av")
-    except ImportError:
-        raise ValueError("videos need PyAV; pip install 'seqbraid[video]'") from None
-    file.seek(0)
-    options = {"format_whitelist": FORMATS, "protocol_whitelist": "none", "max_pixels": str(max_pixels)}
-    try:
-        with av.open(
-            file, options=options, metadata_errors="replace", io_open=_refuse_other_files
-        ) as container:
-            yield container, _video_stream(container, max_pixels)
-    except av.FFmpegError as error:
-        raise ValueError(f"cannot be decoded as a video ({FORMATS}): {error.strerror}") from error
+    with opened_container(file, "video", {"max_pixels": str(max_pixels)}) as container:
+        yield container, _video_stream(container, max_pixels)
 
 
 def _video_stream(container: Any, max_pixels: int) -> Any:
@@ -144,7 +131,7 @@ def _sought(
     """
     try:
         with _opened(file, max_pixels) as (container, stream):
-            marks = [(p.pts, p.dts, p.is_keyframe) for p in container.demux(stream) if _is_shown(p)]
+            marks = [(p.pts, p.dts, p.is_keyframe) for p in container.demux(stream) if is_shown(p)]
         if any(pts is None for pts, _, _ in marks) or len({pts for pts, _, _ in marks}) != num_frames:
             return
         number_at = {pts: number for number, pts in enumerate(sorted(pts for pts, _, _ in marks))}
@@ -175,18 +162,9 @@ def _promised_frames(stream: Any) -> int:
 
 
 def _count_packets(container: Any, stream: Any) -> int:
-    return sum(map(_is_shown, container.demux(stream)))
-
-
-def _is_shown(packet: Any) -> bool:
-    """Whether a packet gives a frame: the last one is empty, and an edit list may hide others."""
-    return packet.size > 0 and not packet.is_discard
+    return sum(map(is_shown, container.demux(stream)))
 
 
 def _quarter_turns(frame: Any) -> int:
     """By how many quarters, against the clock, the frame is to be turned to stand upright."""
     return round(frame.rotation / 90) % 4
-
-
-def _refuse_other_files(url: str, flags: int, options: Any) -> Any:
-    raise ValueError("refers to another file, which is not opened")

@@ -187,7 +187,7 @@ class SampleEncoder:
 def _within(offsets_T2: Ints, span: Span) -> NDArray[np.bool_]:
     """Which tokens lie in a span whole; a token of no characters lies in none."""
     starts, stops = offsets_T2.T
-    # Some tokenizers leave the white space at its beginning out of a token, up to a token that has nothing else.
+    # Some tokenizers leave the white space that a token begins with out of it, though it is all there is.
     ends_before = np.maximum.accumulate(np.concatenate([[0], stops[:-1]]))
     starts = np.minimum(starts, ends_before)
     return (starts >= span[0]) & (stops <= span[1]) & (stops > starts)

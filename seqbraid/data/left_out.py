@@ -57,6 +57,7 @@ class LeftOut:
         self._measured: dict[int, None] = {}  # indices of bad samples, found when measured
         self._encoded: dict[int, None] = {}  # and those found only when encoded
         self._first: list[BadSample] = []
+        self._goes_on = False  # with the list of a former run
         self.over_long = OverLongSamples()
 
     @property
@@ -99,7 +100,8 @@ class LeftOut:
             logger.warning("further bad samples are only %s", listed)
         if self._bad_file is not None:
             self._bad_file.parent.mkdir(parents=True, exist_ok=True)
-            with self._bad_file.open("a", encoding="utf-8") as file:
+            with self._bad_file.open("a" if self._goes_on else "w", encoding="utf-8") as file:
+                self._goes_on = True
                 for bad in new:
                     line = {"where": bad.where, "reason": bad.reason, "index": bad.sample}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -139,3 +141,24 @@ class LeftOut:
         self._encoded = dict.fromkeys(state["encoded_bad"])
         self._first = [BadSample(*bad) for bad in state["first_bad"]]
         self.over_long = OverLongSamples(*state["over_long"])
+        self._goes_on = True
+        if self._writes and self._bad_file is not None and self._bad_file.exists():
+            self._rewind(self._bad_file)
+
+    def _rewind(self, path: Path) -> None:
+        """Leave what the state knows of in the list; what was found after it will be found again."""
+        known = self._measured | self._encoded
+        with path.open("rb") as file:
+            lines = [line for line in file if _index_of(line) in known]
+        kept = path.with_name(path.name + ".tmp")
+        kept.write_bytes(b"".join(lines))
+        kept.replace(path)
+
+
+def _index_of(line: bytes) -> int | None:
+    """The sample of a line of the list; None of one that a kill has cut."""
+    try:
+        found: int = json.loads(line)["index"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return found

@@ -262,6 +262,11 @@ class Loader:
         """The part of the run's samples that is behind the last step handed out; None without an end."""
         return None if self._order.total is None else min(1.0, self._done / self._order.total)
 
+    @property
+    def at_end(self) -> bool:
+        """Whether the step handed out last is the last of all; seen at once where steps are prefetched."""
+        return self._planned_all and not self._ahead
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state after the last step handed out, the same on every rank and on any mesh."""
         return {

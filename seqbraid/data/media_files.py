@@ -67,7 +67,7 @@ class MediaFiles:
             return decode_image.image(file, self.max_pixels)
 
     def audio_info(self, ref: MediaRef | str) -> AudioInfo:
-        """Length, rate and channels of a sound, from its header."""
+        """Length, rate and channels of a sound, or of a video's; only if no header has it, it is decoded."""
         with self._open("audio", ref) as file:
             return decode_audio.audio_info(file, self.max_seconds, self.max_decoded)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -249,7 +250,8 @@ class MediaReader:
 def _frame_rules(processor: Any) -> FrameRules:
     """The rules of the video processor, with the sizes that the stock processor puts over them."""
     rules = FrameRules.of(processor.video_processor)
-    defaults = getattr(type(processor), "valid_processor_kwargs", None)
+    stock = type(processor)
+    defaults = getattr(import_module(stock.__module__), f"{stock.__name__}Kwargs", None)
     size = getattr(defaults, "_defaults", {}).get("videos_kwargs", {}).get("size")
     if size is None:
         return rules

@@ -32,7 +32,8 @@ def parse_json(text: str | bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos}") from None
+        what = error.msg.removesuffix(" at")  # some of its messages end in it, others do not
+        raise ValueError(f"not JSON: {what} at character {error.pos}") from None
     except RecursionError:
         raise ValueError("not JSON that can be read: nested too deep") from None
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..comm.consensus import gather_ints
+from ..comm.consensus import agree, gather_ints
 
 T = TypeVar("T")
 
@@ -21,6 +22,17 @@ def gather_objects(group: dist.ProcessGroup | None, value: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
+
+
+@contextmanager
+def raised_by_all(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """What goes wrong within on one rank is raised by every one; nothing within may wait for another rank."""
+    error = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    agree(group, error)
 
 
 def check_alike(group: dist.ProcessGroup | None, values: Mapping[str, Any]) -> None:

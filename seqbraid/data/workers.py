@@ -9,9 +9,10 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from multiprocessing import forkserver
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -76,14 +77,15 @@ class Workers:
         # Forked from a fresh process that has imported torch once; this one has threads and maybe a GPU.
         context = _context()
         self._workers: list[_Worker] = []
-        for number in range(num_workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work, args=(theirs, pickled), name=f"data worker {number}", daemon=True
-            )
-            process.start()
-            theirs.close()  # so that the pipe ends with the worker
-            self._workers.append(_Worker(process, ours))
+        with _sigterm_blocked():  # also for the process that they are forked from
+            for number in range(num_workers):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_work, args=(theirs, pickled), name=f"data worker {number}", daemon=True
+                )
+                process.start()
+                theirs.close()  # so that the pipe ends with the worker
+                self._workers.append(_Worker(process, ours))
         self._reader = threading.Thread(target=self._read, name="data workers", daemon=True)
         self._reader.start()
 
@@ -147,7 +149,7 @@ class Workers:
             pending += [task for task, _ in self._waiting]
             self._waiting.clear()
         for worker in self._workers:
-            worker.process.terminate()
+            worker.process.kill()
         for task in pending:
             task.set_exception(RuntimeError(why))
 
@@ -155,10 +157,7 @@ class Workers:
         """End the workers, whatever they are doing."""
         self._fail("the data workers were closed")
         for worker in self._workers:
-            worker.process.join(timeout=5)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            worker.process.join()
         if self._reader is not threading.current_thread():
             self._reader.join()
         for worker in self._workers:
@@ -173,6 +172,20 @@ def _context() -> SpawnContext | ForkServerContext:
     if getattr(server, "_preload_modules", None) == ["__main__"]:  # nobody has asked for others
         context.set_forkserver_preload(["__main__", __name__])
     return context
+
+
+@contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """Processes that are started within are deaf to SIGTERM; one for this process is kept until the end."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # multiprocessing starts it first of all, and then unblocks SIGTERM
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Worker:
@@ -193,7 +206,9 @@ def _how_it_ended(process: BaseProcess) -> str:
 
 def _work(pipe: Connection, pickled: bytes) -> None:
     """The life of a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends the workers
+    # Both go to all processes of a job, but are for the parent, which ends the workers when it is done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

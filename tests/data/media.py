@@ -48,6 +48,32 @@ def write_video(
         container.mux(stream.encode())
 
 
+def write_sounding(
+    path: Path, sound: np.ndarray, codec: str, rate: int = 16_000, num_frames: int = 10, **options: str
+) -> None:
+    """A sound [channels, n] beside a video of `frame(0)`, …, or alone where there are no frames."""
+    import av
+
+    layout = {1: "mono", 2: "stereo"}[len(sound)]
+    with av.open(str(path), "w", options=options) as container:
+        if num_frames:
+            video = container.add_stream("libx264", rate=10)
+            video.width, video.height, video.pix_fmt = *SIZE, "yuv420p"
+        track = container.add_stream(codec, rate=rate)
+        track.layout = layout
+        for number in range(num_frames):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(frame(number), format="rgb24")))
+        if num_frames:
+            container.mux(video.encode())
+        context = track.codec_context
+        whole = av.AudioFrame.from_ndarray(sound.astype(np.float32), format="fltp", layout=layout)
+        whole.sample_rate, whole.pts = rate, 0
+        cutter = av.AudioResampler(context.format, layout, rate, context.frame_size or 1024)
+        for piece in [*cutter.resample(whole), *cutter.resample(None)]:
+            container.mux(track.encode(piece))
+        container.mux(track.encode())
+
+
 def write_media(root: Path) -> None:
     """Write `good.*` and the files that are wrong inside."""
     import soundfile

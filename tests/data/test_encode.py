@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import processors
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessorKwargs
 from transformers.utils import is_torchvision_available
 
 from seqbraid.data.encode import SampleEncoder
@@ -242,7 +243,7 @@ def stock_sample_with_videos(stub: Any, record: Any, media: Any, with_sound: boo
 
 def test_the_stock_processor_of_omni_has_sizes_of_its_own(models: Any, folder: Path) -> None:
     """Which it hands to the video processor with every call, over those that the checkpoint has."""
-    stock = type(models["qwen3_omni"][1]).valid_processor_kwargs._defaults["videos_kwargs"]["size"]
+    stock = Qwen3OmniMoeProcessorKwargs._defaults["videos_kwargs"]["size"]
     for name, expected in (("qwen3_omni", stock["longest_edge"]), ("qwen3_vl", 8 * 32 * 32)):
         encoder = SampleEncoder(models[name][1], models[name][0].config, MediaFiles(folder))
         assert encoder.media.frame_rules.max_pixels == expected
