@@ -126,7 +126,7 @@ class Checkpoints:
             tensors: what belongs to this rank alone, such as the state of its random generator.
         """
         start = time.monotonic()
-        self._events += self.finish()
+        self._events = self.finish()
         name = files.folder_name(step)
         with self._together():  # after this the folder is there, or nobody can write
             parts, text = self._stage(model, optimizer, state, tensors or {})
@@ -139,7 +139,7 @@ class Checkpoints:
             work.set_exception(no_folder)
         self._job = _Job(step, text, work, start)
         if not self.asynchronous:
-            self._events += self.finish()
+            self._events = self.finish()
 
     def poll(self) -> list[Published | Failed]:
         """What has happened since the last call; publishes once all ranks have written."""
@@ -160,7 +160,9 @@ class Checkpoints:
             if self._job.phase == "writing":
                 self._job.best = True
                 return
-            self._events += self.finish()
+            self._events = self.finish()
+        if any(isinstance(event, Failed) and event.step == step for event in self._events):
+            return  # it could not be written, which is reported
         path, error, reason = self.folder / files.folder_name(step), None, ""
         if self.mesh.rank == 0:
             try:

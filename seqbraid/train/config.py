@@ -55,9 +55,13 @@ class DataConfig:
     policy: Literal["balanced", "zigzag", "contiguous"] = "balanced"
     """How sequences are cut over `ring × ulysses` ranks."""
     min_pixels: int | None = None
-    """Images and frames are enlarged to at least this many pixels; the processor's own when left out."""
+    """Images are enlarged to at least this many pixels; the processor's own when left out."""
     max_pixels: int | None = None
-    """Images and frames are shrunk to at most this many pixels; the processor's own when left out."""
+    """Images are shrunk to at most this many pixels; the processor's own when left out."""
+    video_min_pixels: int | None = None
+    """As `min_pixels`, for videos: of a frame, or of all frames together, as the processor counts."""
+    video_max_pixels: int | None = None
+    """As `max_pixels`, for videos."""
     fps: float | None = None
     """Frames taken from a second of video; the processor's own when left out."""
     max_frames: int | None = None

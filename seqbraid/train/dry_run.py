@@ -71,7 +71,7 @@ def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> Ren
 
 def _batch(config: TrainConfig, model: PreTrainedModel, mesh: Mesh) -> list[RenderableType]:
     """The first step's rows; they are the same on any mesh, so one process can find them."""
-    loader = make_loader(config, model.config, Mesh(rank=0, world_size=1))
+    loader = make_loader(config, model.config, Mesh(rank=0, world_size=1), lists_bad=False)
     try:
         data = next(loader, None)
         if data is None:

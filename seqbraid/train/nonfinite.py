@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ def write_step(
     folder: Path,
     rank: int,
     model: BraidedModel,
+    gradients: Mapping[torch.Tensor, torch.Tensor],
     batches: Sequence[PackedBatch],
     losses: Sequence[float],
     facts: dict[str, Any],
@@ -38,7 +39,7 @@ def write_step(
         for j, media in enumerate(batch.media.own if batch.media is not None else ()):
             tensors[f"batch{i}.media{j}.{media.item.kind}"] = media.payload.cpu().contiguous()
     save_file(tensors, folder / f"rank{rank}.safetensors")
-    bad = [name for name, p in model.named_parameters() if p.grad is not None and not _finite(p.grad)]
+    bad = [name for name, p in model.named_parameters() if p in gradients and not _finite(gradients[p])]
     weights = [name for name, p in model.named_parameters() if not _finite(p)]
     known = {
         **facts,

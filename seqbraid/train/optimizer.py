@@ -56,9 +56,9 @@ class MasterAdamW(torch.optim.AdamW):
                     self._sums[p] = p.grad.float()
                 p.grad = None
 
-    def gradients(self) -> list[Tensor]:
-        """The float32 sums."""
-        return list(self._sums.values())
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """The float32 sums, by parameter."""
+        return self._sums
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, gathered ones too."""
@@ -111,10 +111,16 @@ def local(x: Tensor) -> Tensor:
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What the next step would use."""
+    return list(gradients_by_parameter(optimizer).values())
+
+
+def gradients_by_parameter(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+    """What the next step would use, by the parameters that it would change."""
     if isinstance(optimizer, MasterAdamW):
         optimizer.gather_gradients()
         return optimizer.gradients()
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    trained = (p for group in optimizer.param_groups for p in group["params"])
+    return {p: p.grad for p in trained if p.grad is not None}
 
 
 @torch.no_grad()

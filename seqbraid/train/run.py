@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from .checkpoint import CheckpointError
 from .config import parse_config
 from .dry_run import dry_run
+from .nonfinite import NonFiniteError
 from .setup import make_mesh
 from .trainer import Trainer
 
@@ -21,6 +24,9 @@ def train(arguments: Sequence[str]) -> int:
     mesh = make_mesh(config)
     try:
         Trainer(config, mesh).run()
+    except (CheckpointError, NonFiniteError) as error:  # said by every rank, in words that need no traceback
+        print(f"seqbraid train: {error}", file=sys.stderr)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -14,7 +14,8 @@ from ..data.encode import SampleEncoder
 from ..data.loader import Loader
 from ..data.media_files import MediaFiles
 from ..data.processor import load_processor
-from ..data.source import open_source
+from ..data.source import Source, open_source
+from ..data.together import raised_by_all
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..parallelize.api import parallelize
@@ -22,9 +23,11 @@ from ..verify.tiny_processor import tiny_training_model
 from .config import DataConfig, TrainConfig
 from .freeze import freeze
 from .lora import LoraOptions, add_lora
+from .rendezvous import join_job
 from .weights import checkpoint_folder, empty_model, load_stock
 
 TINY = "tiny:"
+MEDIA_OPTIONS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "fps", "max_frames")
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Encoding:
     def __call__(self) -> SampleEncoder:
         """The encoder."""
         data = self.data
-        asked = {name: getattr(data, name) for name in ("min_pixels", "max_pixels", "fps", "max_frames")}
+        asked = {name: getattr(data, name) for name in MEDIA_OPTIONS}
         return SampleEncoder(
             load_model_processor(self.model),
             self.config,
@@ -51,7 +54,9 @@ class Encoding:
 def make_mesh(config: TrainConfig) -> Mesh:
     """The mesh of this job's processes."""
     axes = config.mesh
-    return Mesh(dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, ring=axes.ring, ulysses=axes.ulysses)
+    mesh = Mesh(dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, ring=axes.ring, ulysses=axes.ulysses)
+    join_job()
+    return mesh
 
 
 def make_device() -> torch.device:
@@ -103,11 +108,19 @@ def braid(config: TrainConfig, model: PreTrainedModel, mesh: Mesh, device: torch
     )
 
 
-def make_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Loader:
-    """The stream of training steps."""
+def open_data(paths: list[str] | str, mesh: Mesh) -> Source:
+    """The records of some files; where one rank cannot read them, all refuse."""
+    with raised_by_all(mesh.cpu_group):
+        source = open_source(paths)
+        source.fingerprint, len(source)  # read now, and then known
+    return source
+
+
+def make_loader(config: TrainConfig, model_config: Any, mesh: Mesh, lists_bad: bool = True) -> Loader:
+    """The stream of training steps; bad samples are listed in the run's folder."""
     data = config.data
     return Loader(
-        open_source(data.train),
+        open_data(data.train, mesh),
         Encoding(config.model, data, model_config),
         mesh,
         row_tokens=data.row_tokens,
@@ -118,7 +131,7 @@ def make_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Loader:
         buffer_size=data.buffer_size,
         over_long=data.over_long,
         on_bad_sample=data.on_bad_sample,
-        bad_file=Path(config.out) / "bad_samples.jsonl",
+        bad_file=Path(config.out) / "bad_samples.jsonl" if lists_bad else None,
         workers=data.workers,
         prefetch_steps=data.prefetch_steps,
     )
@@ -128,7 +141,7 @@ def make_eval_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Load
     """One pass over the held-out data, a row for each data rank at a time."""
     data = config.data
     return Loader(
-        open_source(data.eval),
+        open_data(data.eval, mesh),
         Encoding(config.model, data, model_config),
         mesh,
         row_tokens=data.row_tokens,

@@ -7,30 +7,49 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..comm.consensus import agree
 from ..data.loader import StepData
+from ..data.together import check_alike, raised_by_all
 from ..mesh import Mesh
 from .batches import StepBatches, make_batches
 from .checkpoint import Checkpoints, Failed, Published
-from .config import TrainConfig, as_dict, to_yaml
+from .config import TrainConfig, as_dict, keys, to_yaml
 from .evaluate import evaluate
 from .flops import ModelFlops, peak_flops
 from .log import Sinks, open_sinks
 from .lora import save_adapter
 from .metrics import StepMeter
 from .nonfinite import NonFiniteError, write_step
-from .optimizer import MasterAdamW, clip_gradients, gradient_norm, gradients_of, make_optimizer
+from .optimizer import (
+    MasterAdamW,
+    clip_gradients,
+    gradient_norm,
+    gradients_by_parameter,
+    gradients_of,
+    make_optimizer,
+)
 from .schedule import learning_rate
-from .setup import braid, load_model, load_model_processor, make_device, make_eval_loader, make_loader
+from .setup import (
+    braid,
+    load_model,
+    load_model_processor,
+    make_device,
+    make_eval_loader,
+    make_loader,
+    open_data,
+)
 
 UNCHANGED = ("model", "precision", "lora", "freeze")
 """What a resumed run must have as it was; the loader looks after the data, all else may change."""
+
+OF_A_MACHINE = ("model", "out", "data.train", "data.eval", "data.media_root", "data.workers")
+"""What may differ from rank to rank: where things lie. What is in them is compared elsewhere."""
 
 
 class Trainer:
@@ -39,6 +58,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
+        check_alike(mesh.cpu_group, _shared(config))
         self.folder = Path(config.out)
         self.device = make_device()
         self.checkpoints = Checkpoints(
@@ -49,18 +69,20 @@ class Trainer:
             on_error=config.checkpoint.on_error,
         )
         last = self._last()
-        self._prepare_folder()
         seed_everything(config.seed)
-        stock = load_model(config)
+        with raised_by_all(mesh.cpu_group):
+            if mesh.rank == 0:
+                (self.folder / "model").mkdir(parents=True, exist_ok=True)
+            stock = load_model(config)
         self.model_config = stock.config
-        if mesh.rank == 0:
-            stock.config.save_pretrained(self.folder / "model")
         try:
             self.flops = ModelFlops.of(stock)
         except ValueError:  # a model that we cannot count has no utilisation, and trains all the same
             self.flops = None
         self.model = braid(config, stock, mesh, self.device)
         self.optimizer = make_optimizer(self.model, config.train)
+        if config.data.eval:  # refused now if at all, not when it is first evaluated
+            open_data(config.data.eval, mesh)
         self.loader = make_loader(config, self.model_config, mesh)
         self.step = 0
         """Steps that are done."""
@@ -68,6 +90,7 @@ class Trainer:
         self.best: dict[str, Any] = {}
         if last is not None:
             self._resume(last)
+        self._describe()
         compute = torch.float32 if config.precision == "float32" else torch.bfloat16
         self.meter = StepMeter(mesh.world_size, peak_flops(self.device, compute), self.device)
         self.stop = False
@@ -77,7 +100,8 @@ class Trainer:
         """Train to the end, or until a signal asks to stop; the last step is always saved."""
         with self._sinks() as self.sinks, stop_on_sigterm(self):
             if self.saved >= 0:
-                self.sinks.event("resumed", step=self.step)
+                with raised_by_all(self.mesh.cpu_group):
+                    self.sinks.event("resumed", step=self.step)
             self.meter.start()
             try:
                 while not self._done():
@@ -120,7 +144,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._stop_non_finite(data, work, losses, norm)
         clip_gradients(gradients, norm, config.clip_norm)
-        before, self.progress = self.progress, self._progress_after()
+        before, self.progress = self.progress, self._progress(self.step + 1)
         rate = learning_rate(config, before, self.progress)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -145,9 +169,10 @@ class Trainer:
     def _after_step(self, metrics: dict[str, float], stop: bool) -> None:
         """Evaluate, log and save what is due."""
         checkpoint, train = self.config.checkpoint, self.config.train
-        last = self._done() or stop
+        due = train.eval_every is not None and self.step % train.eval_every == 0
         improved = False
-        if self.config.data.eval and (last or (train.eval_every and self.step % train.eval_every == 0)):
+        # Not because of a signal: who sends one does not wait long, and the resumed run is to be the same.
+        if self.config.data.eval and (due or self._done() or self.loader.at_end):
             found = evaluate(
                 self.model,
                 make_eval_loader(self.config, self.model_config, self.mesh),
@@ -160,16 +185,18 @@ class Trainer:
             improved = found["eval_loss"] < self.best.get("eval_loss", math.inf)
             if improved:
                 self.best = {"step": self.step, "eval_loss": found["eval_loss"]}
-        self.sinks.log(self.step, metrics)
+        with raised_by_all(self.mesh.cpu_group):
+            self.sinks.log(self.step, metrics)
         self._report(self.checkpoints.poll())
-        if improved or last or (checkpoint.every and self.step % checkpoint.every == 0):
+        if improved or stop or self._done() or (checkpoint.every and self.step % checkpoint.every == 0):
             self._save()
         self.meter.start()
 
-    def _progress_after(self) -> float:
+    def _progress(self, steps_done: int) -> float:
+        """The part of the run that is behind it after so many steps, of which the loader gave the last."""
         steps = self.config.train.steps
         if steps is not None:
-            return (self.step + 1) / steps
+            return steps_done / steps
         done = self.loader.progress()
         assert done is not None, "a run without a number of steps has a number of epochs"
         return done
@@ -177,7 +204,6 @@ class Trainer:
     def _save(self) -> None:
         state = {
             "step": self.step,
-            "progress": self.progress,
             "best": self.best,
             "loader": self.loader.state_dict(),
             "config": as_dict(self.config),
@@ -191,11 +217,14 @@ class Trainer:
             self.checkpoints.mark_best(self.step)
 
     def _report(self, events: list[Published | Failed]) -> None:
-        for event in events:
-            if isinstance(event, Published):
-                self.sinks.event("checkpoint", step=event.step, seconds=event.seconds)
-            else:
-                self.sinks.event("checkpoint failed", step=event.step, reason=event.reason)
+        if not events:
+            return
+        with raised_by_all(self.mesh.cpu_group):
+            for event in events:
+                if isinstance(event, Published):
+                    self.sinks.event("checkpoint", step=event.step, seconds=event.seconds)
+                else:
+                    self.sinks.event("checkpoint failed", step=event.step, reason=event.reason)
 
     def _last(self) -> Path | None:
         last = self.checkpoints.last()
@@ -217,28 +246,28 @@ class Trainer:
     def _resume(self, path: Path) -> None:
         state = self.checkpoints.load(path, self.model, self.optimizer)
         self.loader.load_state_dict(state["loader"])
-        self.step, self.progress, self.best = state["step"], state["progress"], state["best"]
+        self.step, self.best = state["step"], state["best"]
+        # Of the run as it is now: its number of steps or epochs may have changed.
+        self.progress = self._progress(self.step)
 
-    def _prepare_folder(self) -> None:
-        error = None
-        if self.mesh.rank == 0:
-            try:
-                (self.folder / "model").mkdir(parents=True, exist_ok=True)
+    def _describe(self) -> None:
+        """Write what the folder is a run of, once nothing is left that could refuse it."""
+        with raised_by_all(self.mesh.cpu_group):
+            if self.mesh.rank == 0:
                 fresh = self.folder / "config.yaml.tmp"
                 fresh.write_text(to_yaml(self.config), encoding="utf-8")
                 fresh.replace(self.folder / "config.yaml")
+                self.model_config.save_pretrained(self.folder / "model")
                 load_model_processor(self.config.model).save_pretrained(self.folder / "model")
-            except (OSError, ValueError) as problem:
-                error = problem
-        agree(self.mesh.cpu_group, error)
 
     @contextmanager
     def _sinks(self) -> Iterator[Sinks]:
         log, total = self.config.log, self.config.train.steps
         sinks = Sinks()
-        if self.mesh.rank == 0:
-            names, config = log.sinks, as_dict(self.config)
-            sinks = open_sinks(self.folder, names, config, self.step + 1, total_steps=total, every=log.every)
+        with raised_by_all(self.mesh.cpu_group):
+            if self.mesh.rank == 0:
+                config, first = as_dict(self.config), self.step + 1
+                sinks = open_sinks(self.folder, log.sinks, config, first, total_steps=total, every=log.every)
         try:
             yield sinks
         finally:
@@ -250,12 +279,18 @@ class Trainer:
         folder = self.folder / "nonfinite" / f"step-{self.step + 1:08d}"
         found = [float(loss) for loss in losses]
         facts = {"step": self.step + 1, "grad_norm": repr(norm), "samples": data.where}
-        write_step(folder, self.mesh.rank, self.model, work.batches, found, facts)
+        gradients = gradients_by_parameter(self.optimizer)
+        write_step(folder, self.mesh.rank, self.model, gradients, work.batches, found, facts)
         raise NonFiniteError(
             f"step {self.step + 1}: loss {sum(found)}, gradient norm {norm}; nothing was updated. What each "
             "rank "
             f"was looking at is in {folder}"
         )
+
+
+def _shared(config: TrainConfig) -> dict[str, Any]:
+    """What no two ranks may have otherwise: they would wait for each other, or learn something else."""
+    return {name: reduce(getattr, name.split("."), config) for name in keys() if name not in OF_A_MACHINE}
 
 
 def seed_everything(*numbers: int) -> None:

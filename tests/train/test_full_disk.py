@@ -1,0 +1,117 @@
+"""A disk that fills up under a run: it stops or goes on as asked, and never loses the checkpoint it had."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqbraid.train.checkpoint import Checkpoints
+from seqbraid.train.config import CheckpointConfig, MeshConfig, TrainConfig
+from seqbraid.train.setup import make_mesh
+from seqbraid.train.trainer import Trainer
+from tests.ranks import errors, run
+from tests.train.test_checkpoint import published, small_disk
+from tests.train.test_run_export import config, examples  # noqa: F401
+from tests.train.test_train import losses, train
+
+STEPS, FULL_AFTER, FREE_AFTER = 6, 2, 4
+
+
+def settings(data: Path, out: Path, on_error: Any, **changes: Any) -> TrainConfig:
+    """Two ranks, and a checkpoint after every step, of which the small disk holds two but not three."""
+    base = config(data, out, "tiny:qwen3", mesh=MeshConfig(ring=2), **changes)
+    checkpoint = CheckpointConfig(every=1, keep=1, on_error=on_error)
+    return replace(base, train=replace(base.train, steps=STEPS), checkpoint=checkpoint)
+
+
+def train_on_a_full_disk(config: TrainConfig) -> int:
+    """The disk is full after `FULL_AFTER` steps, and `FREE_AFTER` steps later has space again."""
+    trainer = Trainer(config, make_mesh(config))
+    step, ballast = trainer._after_step, Path(config.out) / "checkpoints" / "ballast"
+
+    def fill_and_free(metrics: dict[str, float], asked: bool) -> None:
+        step(metrics, asked)
+        if trainer.step not in (FULL_AFTER, FREE_AFTER):
+            return
+        trainer._report(trainer.checkpoints.finish())  # so that it is certain which checkpoints fail
+        if trainer.mesh.rank == 0 and trainer.step == FULL_AFTER:
+            fill(ballast)
+        elif trainer.mesh.rank == 0:
+            ballast.unlink()
+
+    trainer._after_step = fill_and_free  # type: ignore[method-assign]
+    trainer.run()
+    return trainer.step
+
+
+def fill(path: Path) -> None:
+    """Take all space that is left."""
+    with path.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+def events(out: str) -> list[tuple[str, int]]:
+    records = map(json.loads, (Path(out) / "log.jsonl").read_text().splitlines())
+    return [(record["event"], record["step"]) for record in records if "event" in record]
+
+
+def resumed_step(config: TrainConfig) -> int:
+    return Trainer(config, make_mesh(config)).step
+
+
+def test_a_run_on_a_disk_that_fills_up(examples: Path, tmp_path: Path) -> None:  # noqa: F811
+    outs = {name: tmp_path / name for name in ("continue", "stop")}
+    for out in outs.values():
+        out.mkdir()
+    going_on = settings(examples, outs["continue"], "continue")
+    with small_disk(outs["continue"] / "checkpoints") as mounted:
+        if not mounted:
+            pytest.skip("a file system cannot be mounted here")
+        assert run(train_on_a_full_disk, 2, going_on) == [STEPS, STEPS]
+        assert len(losses(going_on.out)) == STEPS
+        wanted = [("checkpoint", 1), ("checkpoint", 2), ("checkpoint failed", 3), ("checkpoint failed", 4)]
+        assert events(going_on.out) == [*wanted, ("checkpoint", 5), ("checkpoint", 6)]
+        log = (outs["continue"] / "log.jsonl").read_text()
+        assert log.count("No space left on device") == 2
+        assert published(outs["continue"] / "checkpoints") == [6]
+
+    stopping = settings(examples, outs["stop"], "stop")
+    with small_disk(outs["stop"] / "checkpoints"):
+        folder = outs["stop"] / "checkpoints"
+        for error in errors(train_on_a_full_disk, 2, stopping, limit=60.0):
+            assert error.kind == "CheckpointError", error
+            assert "step 3 could not be written" in error.message and "No space left" in error.message
+        assert published(folder) == [2] and (folder / "last").read_text() == "step-00000002\n"
+        assert not list(folder.glob("*.tmp"))
+        assert run(resumed_step, 2, stopping) == [2, 2]  # reading needs no space
+        (folder / "ballast").unlink()
+        run(train, 2, stopping)
+        assert losses(stopping.out) == losses(going_on.out)  # as if nothing had been
+
+
+def test_the_best_of_a_run_may_fail_too(examples: Path, tmp_path: Path) -> None:  # noqa: F811
+    out = tmp_path / "run"
+    out.mkdir()
+    # Little is trained, so that the disk holds the newest, the best and one that is being written.
+    base = settings(examples, out, "continue", freeze=["re:layers"])
+    base = replace(base, data=replace(base.data, eval=str(examples / "ledgers" / "eval.jsonl")))
+    base = replace(base, train=replace(base.train, eval_every=1, lr=1e-3))
+    now = replace(base, checkpoint=replace(base.checkpoint, asynchronous=False))
+    with small_disk(out / "checkpoints") as mounted:
+        if not mounted:
+            pytest.skip("a file system cannot be mounted here")
+        assert run(train_on_a_full_disk, 2, now) == [STEPS, STEPS]
+        found = events(now.out)
+        assert [step for event, step in found if event == "checkpoint failed"] == [3, 4]
+        assert [step for event, step in found if event == "checkpoint"] == [1, 2, 5, 6]
+        assert (out / "checkpoints" / "best").read_text() == "step-00000006\n"
+        mesh = make_mesh(replace(now, mesh=MeshConfig()))
+        assert Checkpoints(out / "checkpoints", mesh).last() == out / "checkpoints" / "step-00000006"
