@@ -20,7 +20,10 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 MOST = 8
+MODELS = ["llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"]
+MODELS += ["qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"]
 PRELOADED = ["torch", "torch.distributed.fsdp", "transformers", "seqbraid", "seqbraid.verify.parity"]
+PRELOADED += [f"transformers.models.{name}.modeling_{name}" for name in MODELS]
 
 
 class Raised(NamedTuple):
@@ -87,8 +90,10 @@ class Pool:
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is there stays there, and is not looked at again
     while True:
         function, rank, world_size, store, args = pipe.recv()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
@@ -103,8 +108,9 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            # Groups in reference cycles keep their threads, which wake a hundred times a second each: without
-            # this, a hundred cases later the ranks do little else.
+            # Models and torch's cache of sharding rules hold groups, and cycles hold models; a group that is
+            # not freed keeps waking its threads, and some hundred of them would take half a core.
+            _clear_sharding_prop_cache()
             gc.collect()
         try:
             pipe.send(outcome)

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from ..comm.consensus import gather_ints
+from ..comm.group import Group
 from ..data.pack import pack
 from ..mesh import Mesh
 from ..models.batch import PackedBatch
@@ -134,11 +136,13 @@ def packed_step(
                 output = braided(batch, label_tokens=total)
                 output.loss.backward()
                 loss = loss + _whole_loss(output, model)
-            gradients = {
-                name: torch.zeros(p.shape) if p.grad is None else _full(p.grad)
-                for name, p in model.named_parameters()
-                if p.requires_grad
-            }
+            gradients = _whole(
+                {
+                    name: torch.zeros_like(p) if p.grad is None else p.grad
+                    for name, p in model.named_parameters()
+                    if p.requires_grad
+                }
+            )
         finally:
             braided.release()
     return Measurement(loss.detach(), logits, gradients)
@@ -156,8 +160,29 @@ def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:
     return output.mean_loss + model.config.get_text_config().router_aux_loss_coef * output.aux_loss
 
 
-def _full(gradient: Tensor) -> Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+def _whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients in full; sharded ones take one exchange together, as one each costs more than the step.
+
+    FSDP cuts rows into equal pieces, of which the last ones may be short or empty: padded to the size of the
+    first and put one after another, they are the tensor and some padding behind it.
+    """
+    sharded = [g for g in gradients.values() if isinstance(g, DTensor)]
+    if not sharded:
+        return {name: g.clone() for name, g in gradients.items()}
+    mesh = sharded[0].device_mesh
+    assert len(sharded) == len(gradients) and all(g.device_mesh == mesh for g in sharded)
+    assert all(
+        g.placements[-1] == Shard(0) and not any(p.is_shard() for p in g.placements[:-1]) for g in sharded
+    )
+    group = Group.of(mesh.get_group(mesh.ndim - 1))
+    sizes = [-(-g.shape[0] // group.size) * g.shape[1:].numel() for g in sharded]
+    own = [g.to_local().flatten() for g in sharded]
+    row = torch.cat([F.pad(x, (0, size - len(x))) for x, size in zip(own, sizes, strict=True)])
+    parts = torch.stack(group.all_gather(row)).split(sizes, dim=1)
+    return {
+        name: part.flatten()[: g.numel()].view(g.shape)
+        for (name, g), part in zip(gradients.items(), parts, strict=True)
+    }
 
 
 def compare(case: str, got: Measurement, reference: Measurement, others: Sequence[Measurement]) -> Parity:

@@ -47,9 +47,9 @@ def prepared(folder: Path, family: str, row: str) -> str:
 
 def verdicts(path: str, family: str, mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[Any]:
     samples, references = torch.load(path, weights_only=False)
-    found = []
+    ours, found = Mesh(**mesh), []
     for case in cases:
-        parity = check_parity(tiny_media_model(family), samples, Mesh(**mesh), references=references, **case)
+        parity = check_parity(tiny_media_model(family), samples, ours, references=references, **case)
         found.append((parity.holds, parity.worst))
     return found
 

@@ -54,10 +54,10 @@ def load(path: str) -> Prepared:
 
 def verdicts(path: str, mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[Any]:
     """On one rank: whether each case holds, and its worst quantity."""
-    stock = load(path)
+    stock, ours = load(path), Mesh(**mesh)
     found = []
     for case in cases:
-        parity = check_parity(stock.model(), stock.samples, Mesh(**mesh), references=stock.references, **case)
+        parity = check_parity(stock.model(), stock.samples, ours, references=stock.references, **case)
         found.append((parity.holds, parity.worst))
     return found
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
 from seqbraid import Mesh, SequenceLayout
 from seqbraid.comm import Group
@@ -14,103 +19,132 @@ from tests.plain import SCALE, plain_attention, relative
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 257, 1000)
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]
+Prepare = Callable[..., str]
 
 
-def worst_errors(
-    ring: int,
-    ulysses: int,
-    policy: str,
-    lengths: tuple[int, ...],
-    heads: tuple[int, int],
-    window: int | None,
-    with_sink: bool,
-) -> tuple[dict[str, float], dict[str, int]]:
-    """On one rank: relative errors of its part of out, dq, dk, dv, and the bytes it sent."""
-    mesh = Mesh(ring=ring, ulysses=ulysses)
-    layout = SequenceLayout(lengths, ring, ulysses, policy)
-    rank = mesh.sequence_rank
+class Attention(NamedTuple):
+    """Inputs of attention over a row, and what each sequence alone makes of them."""
+
+    lengths: tuple[int, ...]
+    window: int | None
+    inputs: dict[str, Tensor]
+    """q, k, v, and the sink if there is one."""
+    weight: Tensor
+    out: Tensor
+    gradients: dict[str, Tensor]
+
+
+def plain(lengths: tuple[int, ...], heads: tuple[int, int], window: int | None, with_sink: bool) -> Attention:
     generator = torch.Generator().manual_seed(0)
-    sizes = [(heads[0], 8), (heads[1], 8), (heads[1], 8), (heads[0], 8)]
-    q, k, v, weight = (
-        torch.randn(sum(lengths), *s, dtype=torch.float64, generator=generator).requires_grad_()
-        for s in sizes
+    queries, keys = ((sum(lengths), count, 8) for count in heads)
+    shapes = {"q": queries, "k": keys, "v": keys, "weight": queries, "sink": heads[:1]}
+    made = {
+        name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()
+    }
+    weight = made.pop("weight")
+    if not with_sink:
+        del made["sink"]
+    leaves = {name: x.clone().requires_grad_() for name, x in made.items()}
+    out = plain_attention(
+        leaves["q"], leaves["k"], leaves["v"], lengths, window=window, sink=leaves.get("sink")
     )
-    sink = (
-        torch.randn(heads[0], dtype=torch.float64, generator=generator).requires_grad_()
-        if with_sink
-        else None
-    )
-    wanted = [x for x in (q, k, v, sink) if x is not None]
-    reference = plain_attention(q, k, v, lengths, window, sink)
-    expected = torch.autograd.grad((reference * weight.detach()).sum(), wanted)
+    gradients = torch.autograd.grad((out * weight).sum(), list(leaves.values()))
+    return Attention(lengths, window, made, weight, out.detach(), dict(zip(leaves, gradients, strict=True)))
 
+
+@pytest.fixture(scope="module")
+def prepare(tmp_path_factory: pytest.TempPathFactory) -> Prepare:
+    """Attention by its definition, computed once by the test process and read by all ranks."""
+    folder = tmp_path_factory.mktemp("references")
+
+    def path_of(
+        lengths: tuple[int, ...] = LENGTHS,
+        heads: tuple[int, int] = (8, 2),
+        window: int | None = None,
+        with_sink: bool = False,
+    ) -> str:
+        case = (lengths, heads, window, with_sink)
+        path = folder / f"{zlib.crc32(repr(case).encode())}.pt"
+        if not path.exists():
+            torch.save(tuple(plain(*case)), path)
+        return str(path)
+
+    return path_of
+
+
+def worst_errors(path: str, ring: int, ulysses: int, policy: str) -> tuple[dict[str, float], dict[str, int]]:
+    """On one rank: relative errors of its part of out, dq, dk, dv, and the bytes it sent."""
+    expected = Attention(*torch.load(path))
+    mesh = Mesh(ring=ring, ulysses=ulysses)
+    layout = SequenceLayout(expected.lengths, ring, ulysses, policy)
+    rank = mesh.sequence_rank
     groups = {axis: Group.of(mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence")}
     context = StepContext(layout, rank, groups["ring"], groups["ulysses"])
-    local = [layout.shard(x.detach(), rank).requires_grad_() for x in (q, k, v)]
-    own_sink = None if sink is None else sink.detach().clone().requires_grad_()
-    out = softmax_attention(*local, context, SCALE, window, own_sink)
-    got = torch.autograd.grad(
-        (out * layout.shard(weight.detach(), rank)).sum(),
-        [*local, *([own_sink] if own_sink is not None else [])],
-    )
-    errors = {"out": relative(out, layout.shard(reference, rank))}
-    for name, a, b in zip(("dq", "dk", "dv"), got, expected, strict=False):
-        errors[name] = relative(a, layout.shard(b, rank))
-    if sink is not None:
-        errors["dsink"] = relative(groups["sequence"].all_reduce(got[3]), expected[3])
+    local = {
+        name: (x if name == "sink" else layout.shard(x, rank)).clone().requires_grad_()
+        for name, x in expected.inputs.items()
+    }
+    q, k, v, sink = (local.get(name) for name in ("q", "k", "v", "sink"))
+    out = softmax_attention(q, k, v, context, SCALE, expected.window, sink)
+    got = torch.autograd.grad((out * layout.shard(expected.weight, rank)).sum(), list(local.values()))
+
+    errors = {"out": relative(out, layout.shard(expected.out, rank))}
     padding = layout.index(rank) < 0
-    assert (out[padding] == 0).all() and all((g[padding] == 0).all() for g in got[:3])
+    assert (out[padding] == 0).all()
+    for (name, whole), gradient in zip(expected.gradients.items(), got, strict=True):
+        if name == "sink":
+            errors["dsink"] = relative(groups["sequence"].all_reduce(gradient), whole)
+        else:
+            errors[f"d{name}"] = relative(gradient, layout.shard(whole, rank))
+            assert (gradient[padding] == 0).all()
     return errors, dict(groups["ring"].sent + groups["ulysses"].sent)
 
 
 @pytest.mark.parametrize("policy", ["zigzag", "balanced", "contiguous"])
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_equals_each_sequence_alone(ring: int, ulysses: int, policy: str) -> None:
-    for errors, _ in ranks.run(
-        worst_errors, ring * ulysses, ring, ulysses, policy, LENGTHS, (8, 2), None, False
-    ):
+def test_equals_each_sequence_alone(prepare: Prepare, ring: int, ulysses: int, policy: str) -> None:
+    for errors, _ in ranks.run(worst_errors, ring * ulysses, prepare(), ring, ulysses, policy):
         assert max(errors.values()) < 1e-12, errors
 
 
 @pytest.mark.parametrize("heads", [(12, 3), (12, 12), (4, 1), (8, 4)])
-def test_kv_heads_go_where_their_query_heads_are(heads: tuple[int, int]) -> None:
-    for errors, _ in ranks.run(worst_errors, 4, 1, 4, "balanced", LENGTHS, heads, None, False):
+def test_kv_heads_go_where_their_query_heads_are(prepare: Prepare, heads: tuple[int, int]) -> None:
+    for errors, _ in ranks.run(worst_errors, 4, prepare(LENGTHS[:-1], heads), 1, 4, "balanced"):
         assert max(errors.values()) < 1e-12, errors
 
 
 @pytest.mark.parametrize(("ring", "ulysses", "window"), [(1, 4, 16), (1, 2, 100), (2, 2, 1000)])
-def test_windows_and_sinks(ring: int, ulysses: int, window: int) -> None:
-    for errors, _ in ranks.run(
-        worst_errors, ring * ulysses, ring, ulysses, "zigzag", LENGTHS, (8, 2), window, True
-    ):
-        assert max(errors.values()) < 1e-12, errors
+def test_windows_and_sinks(prepare: Prepare, ring: int, ulysses: int, window: int) -> None:
+    path = prepare(window=window, with_sink=True)
+    for errors, _ in ranks.run(worst_errors, ring * ulysses, path, ring, ulysses, "zigzag"):
+        assert "dsink" in errors and max(errors.values()) < 1e-12, errors
 
 
-def test_a_narrow_window_is_refused_under_ring() -> None:
-    for error in ranks.errors(worst_errors, 2, 2, 1, "zigzag", LENGTHS, (8, 2), 16, False):
+def test_a_narrow_window_is_refused_under_ring(prepare: Prepare) -> None:
+    for error in ranks.errors(worst_errors, 2, prepare((64,), window=16), 2, 1, "zigzag"):
         assert "sliding window of 16; use ulysses instead of ring" in error.message
 
 
-def test_heads_that_do_not_divide_are_refused() -> None:
-    for error in ranks.errors(worst_errors, 4, 1, 4, "zigzag", LENGTHS, (6, 2), None, False):
+def test_heads_that_do_not_divide_are_refused(prepare: Prepare) -> None:
+    for error in ranks.errors(worst_errors, 4, prepare((64,), (6, 2)), 1, 4, "zigzag"):
         assert "ulysses=4 does not divide 6 query heads; use 1, 2, 3 or 6" in error.message
 
 
 @pytest.mark.parametrize(("heads", "size"), [((8, 2), 2), ((8, 8), 4), ((8, 2), 4), ((8, 4), 8)])
-def test_ulysses_sends_what_the_formula_says(heads: tuple[int, int], size: int) -> None:
+def test_ulysses_sends_what_the_formula_says(prepare: Prepare, heads: tuple[int, int], size: int) -> None:
     """`2·n·d·b·(H_q + max(H_kv, P))·(P−1)/P` per rank and layer forward."""
     length = 512
-    for _, sent in ranks.run(worst_errors, size, 1, size, "zigzag", (length,), heads, None, False):
+    for _, sent in ranks.run(worst_errors, size, prepare((length,), heads), 1, size, "zigzag"):
         formula = 2 * (length // size) * 8 * 8 * (heads[0] + max(heads[1], size)) * (size - 1) // size
         assert sent == {"ulysses": formula, "ulysses gradient": formula}
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_ring_sends_no_key_that_nobody_sees(size: int) -> None:
+def test_ring_sends_no_key_that_nobody_sees(prepare: Prepare, size: int) -> None:
     """At most `2·n·d·b·H_kv·(P−1)`; a later rank needs only the earlier one of our two chunks."""
     length = 512
     formula = 2 * (length // size) * 8 * 8 * 2
-    results = ranks.run(worst_errors, size, size, 1, "zigzag", (length,), (8, 2), None, False)
+    results = ranks.run(worst_errors, size, prepare((length,)), size, 1, "zigzag")
     for rank, (_, sent) in enumerate(results):
         earlier, later = rank, size - 1 - rank
         assert sent["ring"] == formula * earlier + formula // 2 * later
@@ -119,9 +153,7 @@ def test_ring_sends_no_key_that_nobody_sees(size: int) -> None:
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(4, 1), (2, 2), (1, 4)])
-def test_whole_sequences_are_never_sent(ring: int, ulysses: int) -> None:
-    for errors, sent in ranks.run(
-        worst_errors, 4, ring, ulysses, "balanced", (64,) * 12, (8, 2), None, False
-    ):
+def test_whole_sequences_are_never_sent(prepare: Prepare, ring: int, ulysses: int) -> None:
+    for errors, sent in ranks.run(worst_errors, 4, prepare((64,) * 12), ring, ulysses, "balanced"):
         assert not sent
         assert max(errors.values()) < 1e-12, errors

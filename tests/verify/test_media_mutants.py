@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,24 +11,31 @@ from seqbraid import Mesh
 from seqbraid.verify.media_mutants import MEDIA_MUTANTS, encoder_skipped
 from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.parity import check_parity
-from seqbraid.verify.tiny_media import mixed_samples, tiny_media_config, tiny_media_model
+from seqbraid.verify.tiny_media import tiny_media_config, tiny_media_model
 from tests import ranks
+from tests.models.test_media_ranks import prepared, verdicts
 
 
-def caught(name: str) -> Any:
+def caught(path: str, name: str) -> Any:
     """On one rank: how far the check is off with the defect, and whether it holds without."""
     (mutant,) = (m for m in MEDIA_MUTANTS if m.name == name)
-    mesh = Mesh(ring=mutant.ring, ulysses=mutant.ulysses)
-    samples = mixed_samples(tiny_media_config(mutant.check))
+    mesh = {"ring": mutant.ring, "ulysses": mutant.ulysses}
+    cases = [{"policy": "zigzag"}]
     with mutant.switched_on():
-        mutated = check_parity(tiny_media_model(mutant.check), samples, mesh, policy="zigzag")
-    healthy = check_parity(tiny_media_model(mutant.check), samples, mesh, policy="zigzag")
-    return mutated.worst.ratio, healthy.holds
+        ((_, worst),) = verdicts(path, mutant.check, mesh, cases)
+    ((healthy, _),) = verdicts(path, mutant.check, mesh, cases)
+    return worst.ratio, healthy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
 
 
 @pytest.mark.parametrize("mutant", MEDIA_MUTANTS, ids=lambda mutant: mutant.name)
-def test_media_mutant_is_caught(mutant: Any) -> None:
-    for ratio, healthy in ranks.run(caught, mutant.ring * mutant.ulysses, mutant.name):
+def test_media_mutant_is_caught(folder: Path, mutant: Any) -> None:
+    path = prepared(folder, mutant.check, "mixed")
+    for ratio, healthy in ranks.run(caught, mutant.ring * mutant.ulysses, path, mutant.name):
         assert healthy
         assert ratio > 1000
 

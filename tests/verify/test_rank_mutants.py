@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,31 +11,41 @@ import torch
 import seqbraid as sb
 from seqbraid import Mesh
 from seqbraid.verify.mutants import RANK_MUTANTS, stale_context
-from seqbraid.verify.parity import check_parity
+from seqbraid.verify.parity import Parity, check_parity
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
 from tests import ranks
+from tests.models.test_parity_ranks import load, prepared
 
 LENGTHS = (1, 63, 130, 257, 40)
 
 
-def caught(name: str) -> Any:
+def caught(path: str, name: str) -> Any:
     """On one rank: what the check says with the defect (the ratio, or a refusal), and without it."""
     (mutant,) = (m for m in RANK_MUTANTS if m.name == name)
     mesh = Mesh(ring=mutant.ring, ulysses=mutant.ulysses)
-    samples = random_samples(LENGTHS, 97)
+    stock = load(path)
+
+    def check() -> Parity:
+        return check_parity(stock.model(), stock.samples, mesh, policy="zigzag", references=stock.references)
+
     with mutant.switched_on():
         try:
-            mutated: Any = check_parity(tiny_model(mutant.check), samples, mesh, policy="zigzag").worst.ratio
+            mutated: Any = check().worst.ratio
         except ValueError as error:
             mutated = str(error)
-    healthy = check_parity(tiny_model(mutant.check), samples, mesh, policy="zigzag")
-    return mutated, healthy.holds
+    return mutated, check().holds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
 
 
 @pytest.mark.parametrize("mutant", RANK_MUTANTS, ids=lambda mutant: mutant.name)
-def test_rank_mutant_is_caught(mutant: Any) -> None:
-    for mutated, healthy in ranks.run(caught, mutant.ring * mutant.ulysses, mutant.name):
+def test_rank_mutant_is_caught(folder: Path, mutant: Any) -> None:
+    path = prepared(folder, mutant.check, LENGTHS)
+    for mutated, healthy in ranks.run(caught, mutant.ring * mutant.ulysses, path, mutant.name):
         assert healthy
         if mutant.name == "sliced twice":
             assert "is it sharded already" in mutated
