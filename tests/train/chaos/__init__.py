@@ -1,0 +1,17 @@
+"""Kill runs at random moments, and compare them bit for bit with one that nobody disturbed.
+
+    python -m tests.train.chaos --trials 20 --kinds step,save,prefetch
+
+A trial is a run of two ranks under `torchrun --max-restarts 3`, with pictures, a data worker per rank and
+asynchronous checkpoints. One to three times something is killed at a moment of the trial's kind:
+
+- step: a rank, anywhere in a step
+- save: a rank, while a checkpoint is written or published
+- prefetch: a rank or its worker, while rows of steps to come are encoded
+- eval: a rank, while it evaluates
+- start: a rank, while it starts or resumes
+- agent: torchrun and all ranks at once
+- term: nothing is killed, but torchrun gets SIGTERM
+
+Torchrun starts the ranks again, or the command is given again, and the run goes on from its last checkpoint.
+"""

@@ -1,0 +1,384 @@
+"""Runs at their edges: uneven steps, epochs, frozen parts, every way to stop, trouble on one rank."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from seqbraid.train import checkpoint_files
+from seqbraid.train.config import (
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    LoraConfig,
+    MeshConfig,
+    StepConfig,
+    TrainConfig,
+)
+from seqbraid.train.nonfinite import NonFiniteError
+from seqbraid.train.setup import make_mesh
+from seqbraid.train.trainer import Trainer
+from tests.ranks import errors, run
+
+DATA_RANKS, RING = MeshConfig(dp_shard=2), MeshConfig(ring=2)
+ROW = 192
+
+
+def said(number: int) -> dict[str, Any]:
+    """A conversation of some ten to eighty tokens."""
+    question = f"How many are {number} and {number * 7 % 13}? " + "Read the digits. " * (number % 5)
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": f"The answer is {number}."},
+        ]
+    }
+
+
+def shown(number: int, image: str) -> dict[str, Any]:
+    """One about a picture."""
+    messages = [
+        {"role": "user", "content": "<image>What is in the picture?"},
+        {"role": "assistant", "content": f"The number is {number}."},
+    ]
+    return {"messages": messages, "images": [image]}
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts; and eight pictures, then enough text for whole steps of it, again and again."""
+    found = tmp_path_factory.mktemp("data")
+    for number in range(4):
+        Image.new("RGB", (32 + 16 * number, 48), (60 * number, 90, 10)).save(found / f"{number}.png")
+    (found / "cut.png").write_bytes((found / "3.png").read_bytes()[:-40])
+    write(found / "text.jsonl", [said(number) for number in range(40)])
+    write(found / "eval.jsonl", [said(number) for number in range(50, 57)])
+    write(
+        found / "mixed.jsonl",
+        [shown(number, f"{number % 4}.png") if number % 32 < 8 else said(number) for number in range(96)],
+    )
+    return found
+
+
+def config(
+    folder: Path,
+    out: Path,
+    data: str = "text",
+    train: dict[str, Any] | None = None,
+    evaluated: bool = False,
+    **changes: Any,
+) -> TrainConfig:
+    """Three rows to a step, which two data ranks cannot share evenly."""
+    base = TrainConfig(
+        model="tiny:qwen3",  # its embeddings are its head
+        out=str(out),
+        precision="float32",
+        data=DataConfig(
+            train=str(folder / f"{data}.jsonl"),
+            eval=str(folder / "eval.jsonl") if evaluated else [],
+            media_root=str(folder),
+            row_tokens=ROW,
+            workers=0,
+            buffer_size=8,
+        ),
+        train=StepConfig(**{"steps": 4, "batch_tokens": 3 * ROW, "lr": 3e-3, **(train or {})}),
+        log=LogConfig(sinks=[], every=1000),
+    )
+    return replace(base, **changes).check()
+
+
+def train(config: TrainConfig) -> None:
+    """A run on this rank."""
+    Trainer(config, make_mesh(config)).run()
+
+
+def train_with(config: TrainConfig, after: Callable[[Trainer], None]) -> None:
+    """A run in which something happens before each step is logged."""
+    trainer = Trainer(config, make_mesh(config))
+    step = trainer._after_step
+
+    def both(metrics: dict[str, float], asked: bool) -> None:
+        after(trainer)
+        step(metrics, asked)
+
+    trainer._after_step = both  # type: ignore[method-assign]
+    trainer.run()
+
+
+def logged(config: TrainConfig, key: str) -> list[float]:
+    lines = (Path(config.out) / "log.jsonl").read_text().splitlines()
+    return [record[key] for record in map(json.loads, lines) if key in record]
+
+
+def saved(config: TrainConfig) -> dict[str, bytes]:
+    """Every tensor of the last checkpoint, by name and rank."""
+    checkpoints = Path(config.out) / "checkpoints"
+    paths = sorted((checkpoints / (checkpoints / "last").read_text().strip()).glob("*.safetensors"))
+    tensors = {f"{path.name} {name}": x for path in paths for name, x in load_file(path).items()}
+    return {name: x.reshape(-1).view(torch.uint8).numpy().tobytes() for name, x in tensors.items()}
+
+
+def everything(config: TrainConfig) -> tuple[Any, ...]:
+    """What two runs that are the same bit for bit have in common."""
+    return (*(logged(config, key) for key in ("loss", "grad_norm", "lr", "eval_loss")), saved(config))
+
+
+def assert_same_curves(found: TrainConfig, wanted: TrainConfig) -> None:
+    for key in ("loss", "grad_norm", "lr", "label_tokens", "eval_loss"):
+        assert logged(found, key) == pytest.approx(logged(wanted, key), rel=1e-5), key
+
+
+# --- the same run
+
+
+UNEVEN = {"steps": None, "epochs": 2, "clip_norm": 0.05, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
+def test_epochs_in_uneven_steps_are_those_of_one_process(folder: Path, tmp_path: Path, model: str) -> None:
+    """Data ranks without a row, a last step of fewer rows, clipping, copies of shards; evaluated last."""
+    alone = config(folder, tmp_path / "alone", evaluated=True, train=UNEVEN, model=f"tiny:{model}")
+    run(train, 1, alone)
+    assert len(logged(alone, "eval_loss")) == 1
+    steps, labels = len(logged(alone, "loss")), logged(alone, "label_tokens")
+    assert labels[-1] < 0.5 * labels[0] and min(logged(alone, "grad_norm")) > 0.05
+    for number, mesh in enumerate([DATA_RANKS, MeshConfig(dp_replicate=2, dp_shard=2)]):
+        many = replace(alone, out=str(tmp_path / f"many{number}"), mesh=mesh)
+        run(train, 2 + 2 * number, many)
+        assert_same_curves(many, alone)
+        assert (Path(many.out) / "checkpoints" / "best").read_text().strip() == f"step-{steps:08d}"
+
+
+@pytest.mark.parametrize("frozen", [[], ["vision"], ["language_model"]], ids=str)
+def test_steps_with_and_without_media_are_those_of_one_process(
+    folder: Path, tmp_path: Path, frozen: list[str]
+) -> None:
+    """Whole steps have no picture, so that a tower without a gradient on some mesh would be left unmoved."""
+    mixed = config(folder, tmp_path / "alone", "mixed", {"steps": 6}, model="tiny:qwen3_vl", freeze=frozen)
+    mixed = replace(mixed, data=replace(mixed.data, shuffle=False, buffer_size=1))
+    run(train, 1, mixed)
+    for name, mesh in (("data", DATA_RANKS), ("ring", RING)):
+        other = replace(mixed, out=str(tmp_path / name), mesh=mesh)
+        run(train, 2, other)
+        assert_same_curves(other, mixed)
+
+
+def test_evaluation_changes_no_bit_of_the_training(folder: Path, tmp_path: Path) -> None:
+    plain = config(folder, tmp_path / "plain", mesh=DATA_RANKS)
+    seen = config(folder, tmp_path / "seen", evaluated=True, train={"eval_every": 1}, mesh=DATA_RANKS)
+    run(train, 2, plain)
+    run(train, 2, seen)
+    assert len(logged(seen, "eval_loss")) == 4
+    assert everything(seen)[:3] + everything(seen)[4:] == everything(plain)[:3] + everything(plain)[4:]
+
+
+# --- stopped and resumed
+
+
+def _kill(trainer: Trainer) -> None:
+    if trainer.step == 4:
+        trainer.checkpoints.finish()
+        raise RuntimeError("killed")
+
+
+def _ask_one_rank_to_stop(trainer: Trainer) -> None:
+    if trainer.step == 2 and trainer.mesh.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+ADAPTED = LoraConfig(rank=4, dropout=0.1)
+RUNS: dict[str, dict[str, Any]] = {
+    "epochs": {"train": {"steps": None, "epochs": 2}},
+    "bfloat16": {"precision": "bfloat16", "train": {"steps": 6, "weight_decay": 0.1}},
+    "mixed": {"precision": "mixed", "mesh": RING, "train": {"steps": 6}},
+    "LoRA": {"precision": "bfloat16", "mesh": RING, "lora": ADAPTED, "train": {"steps": 6}},
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_killed_run_goes_on_bit_for_bit(folder: Path, tmp_path: Path, case: str) -> None:
+    every = CheckpointConfig(every=2)
+    whole = config(folder, tmp_path / "whole", **{"mesh": DATA_RANKS, "checkpoint": every, **RUNS[case]})
+    killed = replace(whole, out=str(tmp_path / "killed"))
+    run(train, 2, whole)
+    assert {error.message for error in errors(train_with, 2, killed, _kill)} == {"killed"}
+    run(train, 2, killed)
+    assert everything(killed) == everything(whole)
+
+
+def test_sigterm_to_one_rank_saves_on_all_and_the_run_goes_on_bit_for_bit(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Nothing is evaluated for a signal: who sent it does not wait, and the other run has not either."""
+    whole = config(folder, tmp_path / "whole", evaluated=True, train={"steps": 6}, mesh=RING)
+    asked = replace(whole, out=str(tmp_path / "asked"))
+    run(train, 2, whole)
+    run(train_with, 2, asked, _ask_one_rank_to_stop)
+    assert len(logged(asked, "loss")) == 3 and not logged(asked, "eval_loss")
+    assert (tmp_path / "asked/checkpoints/last").read_text().strip() == "step-00000003"
+    run(train, 2, asked)
+    assert everything(asked) == everything(whole)
+
+
+def test_a_longer_run_has_its_own_rates_and_a_refused_one_leaves_the_folder(
+    folder: Path, tmp_path: Path
+) -> None:
+    linear = {"schedule": "linear", "warmup": 0, "lr": 0.1}
+    begun = config(folder, tmp_path / "run", train={**linear, "steps": 2})
+    run(train, 1, begun)
+    run(train, 1, replace(begun, train=replace(begun.train, steps=4)))
+    assert logged(begun, "lr") == pytest.approx([0.1, 0.05, 0.05, 0.025])
+    before = (tmp_path / "run/config.yaml").read_bytes()
+    assert "seed=1" in errors(train, 1, replace(begun, seed=1))[0].message
+    assert (tmp_path / "run/config.yaml").read_bytes() == before
+
+
+def test_bad_samples_are_listed_once_whatever_happens(folder: Path, tmp_path: Path) -> None:
+    """Two cannot be decoded, which only ranks that have them see; one of them is met after the checkpoint."""
+    records = [shown(n, "cut.png" if n in (2, 10) else f"{n % 4}.png") for n in range(24)]
+    write(folder / "bad.jsonl", records)
+    whole = config(folder, tmp_path / "alone", "bad", {"batch_tokens": ROW}, model="tiny:qwen3_vl")
+    data = replace(whole.data, on_bad_sample="skip", eval=whole.data.train, shuffle=False, buffer_size=1)
+    whole = replace(whole, data=data, train=replace(whole.train, steps=6, eval_every=3))
+    run(train, 1, whole)
+    every = CheckpointConfig(every=3)
+    killed = replace(whole, out=str(tmp_path / "killed"), mesh=DATA_RANKS, checkpoint=every)
+    errors(train_with, 2, killed, _kill)
+    assert len((tmp_path / "killed/bad_samples.jsonl").read_text().splitlines()) == 2
+    run(train, 2, killed)
+    assert_same_curves(killed, whole)
+    for out in (whole.out, killed.out):
+        for name in ("bad_samples.jsonl", "bad_eval_samples.jsonl"):
+            lines = (Path(out) / name).read_text().splitlines()
+            assert [json.loads(line)["where"] for line in lines] == ["bad.jsonl:3", "bad.jsonl:11"]
+
+
+def test_a_best_that_cannot_be_written_does_not_stop_a_run_that_goes_on(folder: Path, tmp_path: Path) -> None:
+    careless = CheckpointConfig(asynchronous=False, on_error="continue")
+    wanted = config(folder, tmp_path / "run", train={"eval_every": 1}, evaluated=True, checkpoint=careless)
+    run(_without_space, 1, wanted)
+    assert len(logged(wanted, "loss")) == 4 and "no space left" in str(logged(wanted, "reason"))
+
+
+def _without_space(config: TrainConfig) -> None:
+    def write(*_: Any) -> None:
+        raise OSError("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files, "write_file", write)
+        train(config)
+
+
+# --- trouble
+
+
+def _without_model(config: TrainConfig) -> None:
+    train(replace(config, model="/no/model") if os.environ["RANK"] == "1" else config)
+
+
+def _without_data(config: TrainConfig) -> None:
+    missing = replace(config, data=replace(config.data, train="/no/data.jsonl"))
+    train(missing if os.environ["RANK"] == "1" else config)
+
+
+def _with_other_steps(config: TrainConfig) -> None:
+    other = replace(config, train=replace(config.train, steps=3))
+    train(other if os.environ["RANK"] == "1" else config)
+
+
+def _with_a_full_disk(config: TrainConfig) -> None:
+    def fill(trainer: Trainer) -> None:
+        def write(record: Any) -> None:
+            raise OSError("no space left")
+
+        if trainer.step == 2:
+            trainer.sinks._write = write  # type: ignore[method-assign]
+
+    train_with(config, fill)
+
+
+TROUBLE: dict[str, tuple[Callable[[TrainConfig], None], dict[str, Any], str]] = {
+    "a model that one rank cannot find": (_without_model, {}, "/no/model"),
+    "data that one rank cannot find": (_without_data, {}, "/no/data.jsonl"),
+    "a setting of one rank": (_with_other_steps, {}, "train.steps=3"),
+    "a sink that the first rank opens": (train, {"log": LogConfig(sinks=["nowhere"])}, "nowhere"),
+    "a log that the first rank writes": (_with_a_full_disk, {}, "no space left"),
+    "a folder that the first rank makes": (train, {"out": "/proc/none"}, "/proc/none"),
+}
+
+
+@pytest.mark.parametrize("case", TROUBLE)
+def test_trouble_of_one_rank_ends_all(folder: Path, tmp_path: Path, case: str) -> None:
+    begin, changes, message = TROUBLE[case]
+    for error in errors(begin, 2, replace(config(folder, tmp_path / "run", mesh=RING), **changes)):
+        assert message in error.message
+
+
+def test_held_out_data_that_is_missing_is_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
+    blind = config(folder, tmp_path / "run")
+    blind = replace(blind, data=replace(blind.data, eval="/no/eval.jsonl"))
+    assert "/no/eval.jsonl" in errors(train, 1, blind)[0].message
+    assert not (tmp_path / "run/log.jsonl").exists()
+
+
+def test_gradients_in_float32_sums_are_looked_at_too(folder: Path, tmp_path: Path) -> None:
+    narrow = config(folder, tmp_path / "run", precision="bfloat16")
+    assert errors(train_with, 1, narrow, _poison)[0].kind == NonFiniteError.__name__
+    known = json.loads((tmp_path / "run/nonfinite/step-00000002/rank0.json").read_text())
+    assert known["gradients_not_finite"]
+
+
+def _poison(trainer: Trainer) -> None:
+    with torch.no_grad():
+        next(trainer.model.parameters()).mul_(math.nan)
+
+
+TOLD_TO_END = """
+import os, signal, time
+from seqbraid import Mesh
+from seqbraid.data.loader import Loader
+from tests.data.toy import ListSource, ToyEncoder, records
+
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+settings = {"row_tokens": 32, "rows_per_step": 1, "epochs": 2, "workers": 2}
+loader = Loader(ListSource(records(37)), ToyEncoder, Mesh(), **settings)
+next(loader)
+os.killpg(0, signal.SIGTERM)
+time.sleep(0.5)
+assert asked and len(list(loader)) > 10
+loader.close()
+print("done")
+"""
+
+
+def test_workers_outlive_a_sigterm_that_goes_to_all_processes_of_a_job() -> None:
+    """As torchrun and schedulers send it: the run needs a step more before it saves and stops."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run(
+        [sys.executable, "-c", TOLD_TO_END],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert found.stdout.strip() == "done", found.stderr
