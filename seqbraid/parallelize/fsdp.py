@@ -47,7 +47,8 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
     """
     _check_same_weights(model, mesh)
     axes = mesh.device_meshes["fsdp"] if mesh.world_size > 1 else _mesh_of_one()
-    policy = MixedPrecisionPolicy()
+    # Gradients of narrower parameters are summed in float32 as well.
+    policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model))
     if compute_dtype is not None:
         # Inputs are not cast: the embeddings start in the right type, as in a stock model of that type, and
         # the casting would rebuild every dataclass among a layer's arguments, the step's context included.
@@ -75,6 +76,12 @@ def _mesh_of_one() -> DeviceMesh:
             "to the mesh, or leave compute_dtype out"
         )
     return init_device_mesh("cuda" if "nccl" in dist.get_backend() else "cpu", (1,))
+
+
+def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
+    """Float32 where gradients are narrower; else what they are."""
+    narrow = any(p.dtype.itemsize < 4 for p in model.parameters() if p.requires_grad)
+    return torch.float32 if narrow else None
 
 
 def _check_same_weights(model: nn.Module, mesh: Mesh) -> None:

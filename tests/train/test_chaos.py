@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed.distributed_c10d import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from seqbraid.train.rendezvous import meet
 

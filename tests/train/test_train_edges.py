@@ -252,8 +252,8 @@ def test_a_longer_run_has_its_own_rates_and_a_refused_one_leaves_the_folder(
 
 
 def test_bad_samples_are_listed_once_whatever_happens(folder: Path, tmp_path: Path) -> None:
-    """Two cannot be decoded, which only ranks that have them see; one of them is met after the checkpoint."""
-    records = [shown(n, "cut.png" if n in (2, 10) else f"{n % 4}.png") for n in range(24)]
+    """Two steps are of one sample that cannot be decoded, as its rank sees; one is past the checkpoint."""
+    records = [shown(n, "cut.png" if n in (1, 3) else f"{n % 4}.png") for n in range(8)]
     write(folder / "bad.jsonl", records)
     whole = config(folder, tmp_path / "alone", "bad", {"batch_tokens": ROW}, model="tiny:qwen3_vl")
     data = replace(whole.data, on_bad_sample="skip", eval=whole.data.train, shuffle=False, buffer_size=1)
@@ -268,7 +268,7 @@ def test_bad_samples_are_listed_once_whatever_happens(folder: Path, tmp_path: Pa
     for out in (whole.out, killed.out):
         for name in ("bad_samples.jsonl", "bad_eval_samples.jsonl"):
             lines = (Path(out) / name).read_text().splitlines()
-            assert [json.loads(line)["where"] for line in lines] == ["bad.jsonl:3", "bad.jsonl:11"]
+            assert [json.loads(line)["where"] for line in lines] == ["bad.jsonl:2", "bad.jsonl:4"]
 
 
 def test_a_best_that_cannot_be_written_does_not_stop_a_run_that_goes_on(folder: Path, tmp_path: Path) -> None:
