@@ -118,41 +118,46 @@ def open_data(paths: list[str] | str, mesh: Mesh) -> Source:
 
 def make_loader(config: TrainConfig, model_config: Any, mesh: Mesh, lists_bad: bool = True) -> Loader:
     """The stream of training steps; bad samples are listed in the run's folder."""
-    data = config.data
-    return Loader(
-        open_data(data.train, mesh),
-        Encoding(config.model, data, model_config),
+    return _loader(
+        config,
+        model_config,
         mesh,
-        row_tokens=data.row_tokens,
-        rows_per_step=config.train.batch_tokens // data.row_tokens,
-        seed=config.seed,
+        config.data.train,
+        rows_per_step=config.train.batch_tokens // config.data.row_tokens,
         epochs=config.train.epochs,
-        shuffle=data.shuffle,
-        buffer_size=data.buffer_size,
-        over_long=data.over_long,
-        on_bad_sample=data.on_bad_sample,
+        shuffle=config.data.shuffle,
         bad_file=Path(config.out) / "bad_samples.jsonl" if lists_bad else None,
-        workers=data.workers,
-        prefetch_steps=data.prefetch_steps,
     )
 
 
 def make_eval_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Loader:
     """One pass over the held-out data, a row for each data rank at a time."""
+    return _loader(
+        config,
+        model_config,
+        mesh,
+        config.data.eval,
+        rows_per_step=mesh.data_world_size,
+        epochs=1,
+        shuffle=False,
+        bad_file=Path(config.out) / "bad_eval_samples.jsonl",
+    )
+
+
+def _loader(
+    config: TrainConfig, model_config: Any, mesh: Mesh, paths: list[str] | str, **settings: Any
+) -> Loader:
     data = config.data
     return Loader(
-        open_data(data.eval, mesh),
+        open_data(paths, mesh),
         Encoding(config.model, data, model_config),
         mesh,
         row_tokens=data.row_tokens,
-        rows_per_step=mesh.data_world_size,
         seed=config.seed,
-        epochs=1,
-        shuffle=False,
         buffer_size=data.buffer_size,
         over_long=data.over_long,
         on_bad_sample=data.on_bad_sample,
-        bad_file=Path(config.out) / "bad_eval_samples.jsonl",
         workers=data.workers,
         prefetch_steps=data.prefetch_steps,
+        **settings,
     )
