@@ -121,7 +121,7 @@ def kill_at_evaluation(job: Job, chance: random.Random, pace: Pace) -> Kill:
     """A rank, while it evaluates: one more step is done than the log has."""
     target = -(-some_step(job, chance, pace) // EVAL_EVERY) * EVAL_EVERY
     now = job.await_step(target - 1)
-    time.sleep(chance.uniform(min(pace.step_s, pace.longest_s), pace.longest_s))
+    time.sleep(chance.uniform(0.5 * pace.step_s, 0.75 * pace.longest_s))
     rank = chance.randrange(RANKS)
     killed = kill(job.rank(rank))
     return Kill(f"rank {rank}, evaluation at {target}", killed and job.step() == now == target - 1)
@@ -175,5 +175,5 @@ BY_HAND = ("agent", "term")
 
 def some_step(job: Job, chance: random.Random, pace: Pace) -> int:
     """A step that is still to come, and not the last."""
-    now = job.await_step(1)
-    return chance.randint(min(now + 1, pace.steps - 1), max(min(now + 1, pace.steps - 1), job.latest))
+    first = min(job.await_step(1) + 1, pace.steps - 1)
+    return chance.randint(first, max(first, job.latest))

@@ -43,6 +43,16 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
+    @property
+    def kind(self) -> str:
+        """The first part of its name."""
+        return self.name.rsplit("-", 1)[0]
+
+    @property
+    def hit(self) -> bool:
+        """Whether anything was killed at its moment; only then does the trial count as one."""
+        return any(kill.hit for kill in self.kills)
+
 
 class Chaos:
     """Model, data and undisturbed runs in a folder, and trials beside them."""
@@ -127,6 +137,8 @@ def disturb(job: Job, kinds: Sequence[str], chance: random.Random, pace: Pace, o
             job.since, moment = time.time(), time.monotonic()
             outcome.kills.append(kill)
             if kind in BY_HAND:
+                if kind == "term" and not kill.hit:
+                    outcome.problems.append("it was not saved where it was stopped")
                 outcome.problems += orphans(job)
                 job.start()
             else:
