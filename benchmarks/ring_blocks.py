@@ -3,13 +3,14 @@ on one device.
 
 `python benchmarks/ring_blocks.py` takes one sequence of 128 K tokens and a packed row of 128 K, P = 4 and 8,
 and prints for the slowest rank `GPU time of one undivided call / (P × time of the rank)`, forward and
-backward, for dense (cuDNN) blocks and for FlashAttention-2 varlen blocks, and how far the joined result is
-from the undivided call. Communication is not in it.
+backward, for the kernels that the library chooses and for others, and how far the joined result is from the
+undivided call. Communication is not in it. Where FlashAttention-4 or -3 is installed, it is what is chosen.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,9 +22,13 @@ from torch import Tensor
 from seqbraid.layout import SequenceLayout
 from seqbraid.ops import blocks
 from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
+from seqbraid.ops.flash_impl import TORCH, flash_impl, use_flash_attention
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
 from seqbraid.verify.gpu_time import gpu_time
+
+STEADY_S = 0.3
+"""A GPU is a tenth faster until it has reached its power limit, so everything is timed for this long."""
 
 
 class Times(NamedTuple):
@@ -87,7 +92,7 @@ class Rank:
 
 def time_rank(rank: Rank) -> Times:
     """Forward and backward of all of a rank's blocks, merging included."""
-    return Times(gpu_time(rank.forward), gpu_time(rank.backward))
+    return Times(gpu_time(rank.forward, STEADY_S), gpu_time(rank.backward, STEADY_S))
 
 
 def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
@@ -113,16 +118,19 @@ def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
 
 @contextmanager
 def kernels(name: str) -> Iterator[None]:
-    """`chosen`: as the library chooses; `varlen`: FlashAttention-2 for every block; `dense`: cuDNN for every
-    block.
+    """`chosen`: as the library chooses; `torch`: as it chooses of what torch has; `varlen`: FlashAttention-2
+    for every block; `dense`: cuDNN for every block.
     """
     before = blocks.ANY_PAIRS, blocks.ROUND_PAIRS
     never = 1 << 62
-    blocks.ANY_PAIRS, blocks.ROUND_PAIRS = {"chosen": before, "varlen": (never, never), "dense": (0, 0)}[name]
+    pairs = {"varlen": (never, never), "dense": (0, 0)}
+    blocks.ANY_PAIRS, blocks.ROUND_PAIRS = pairs.get(name, before)
+    use_flash_attention(None if name == "chosen" else "torch")
     try:
         yield
     finally:
         blocks.ANY_PAIRS, blocks.ROUND_PAIRS = before
+        use_flash_attention(None)
 
 
 def packed_lengths(tokens: int, seed: int = 0) -> list[int]:
@@ -146,12 +154,12 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
     row = [torch.randn(sum(lengths), *s, device="cuda", dtype=torch.bfloat16) for s in shapes]
     pairs = sum(n * (n + 1) / 2 for n in lengths)
     flops = 4 * pairs * args.heads * args.head_dim
-    print(f"\n{name}: {len(lengths)} sequences, {sum(lengths)} tokens")
+    chosen = flash_impl(row[0], row[1])
+    print(f"\n{name}: {len(lengths)} sequences, {sum(lengths)} tokens; chosen: {chosen.name}")
+    choices = ["chosen", *(["torch"] if chosen is not TORCH else []), "varlen"]
     singles: dict[str, Times] = {}
     undivided = None
-    for choice in ("chosen", "varlen", "dense"):
-        if choice == "dense" and len(lengths) > 1:
-            continue
+    for choice in [*choices, *(["dense"] if len(lengths) == 1 else [])]:
         with kernels(choice):
             single = Rank(SequenceLayout(lengths), 0, row)
             singles[choice] = time_rank(single)
@@ -165,10 +173,10 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
         del single
     assert undivided is not None
     for size in args.ranks:
-        for policy in ("zigzag", "balanced"):
+        for policy in args.policies:
             layout = SequenceLayout(lengths, ring=size, policy=policy)
             slowest: dict[str, Times] = {}
-            for choice in ("chosen", "varlen"):
+            for choice in choices:
                 with kernels(choice):
                     ranks = [Rank(layout, rank, row) for rank in range(size)]
                     times = [time_rank(rank) for rank in ranks]
@@ -184,18 +192,19 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
                     f"{t.backward:7.2f} ms; efficiency forward {100 * s.forward / (size * t.forward):5.1f} "
                     f"%, backward {100 * s.backward / (size * t.backward):5.1f} %, both {100 * both:5.1f} %"
                 )
-            ratio = sum(slowest["varlen"]) / sum(slowest["chosen"])
+            ratios = [
+                f"{sum(slowest[choice]) / sum(slowest['chosen']):.2f} × as fast as {choice}"
+                for choice in choices[1:]
+            ]
             print(
-                f"      chosen blocks {ratio:.2f} × as fast as varlen; against the undivided call: "
+                f"      chosen blocks {', '.join(ratios)}; against the undivided call: "
                 + ", ".join(f"{n} {e:.1e}" for n, e in zip(("out", "dq", "dk", "dv"), errors, strict=True))
             )
 
 
 def first_calls(args: argparse.Namespace) -> None:
     """What a shape that was never seen costs in its first call, kernel by kernel."""
-    import time
-
-    for choice in ("dense", "varlen"):
+    for choice in ("chosen", "dense", "varlen"):
         with kernels(choice):
             costs = []
             for length in (4000, 4001, 4002, 4003, 4004, 4005):
@@ -226,6 +235,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[4, 8])
+    parser.add_argument("--policies", type=lambda text: text.split(","), default=["zigzag", "balanced"])
     parser.add_argument(
         "--rows", default="first,one,packed", help="which of first (calls), one and packed to run"
     )

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from ..mesh import Mesh
+from ..ops.flash_impl import names_flash_impl, use_flash_attention
 from ..sequence_parallel.context import StepContext
 from ..sequence_parallel.gated_delta_bytes import CHOICES
 from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
@@ -72,6 +73,8 @@ class Adapter:
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""
+        if names_flash_impl(self._stock_attention):
+            use_flash_attention(self._stock_attention)
         self._set_attention(attention.NAME)
         if self.config._attn_implementation != attention.NAME:
             raise ValueError(

@@ -26,10 +26,8 @@ from .attention_kernels import (
     dense_backward,
     dense_forward,
     uses_varlen,
-    varlen_backward,
-    varlen_forward,
 )
-from .flash_impl import active_flash_impl
+from .flash_impl import TORCH, FlashImpl, flash_impl
 from .merge import Rows
 
 ROUND = 512
@@ -147,9 +145,10 @@ class VarlenGroup(NamedTuple):
     q_rows: Rows
     k_rows: Rows
     shape: VarlenShape
+    impl: FlashImpl
 
     @staticmethod
-    def of(blocks: Sequence[Block], device: torch.device) -> VarlenGroup:
+    def of(blocks: Sequence[Block], device: torch.device, impl: FlashImpl) -> VarlenGroup:
         queries, keys = [block.shape[0] for block in blocks], [block.shape[1] for block in blocks]
         cu_q, cu_k = (
             torch.tensor([0, *n], device=device).cumsum(0, dtype=torch.int32) for n in (queries, keys)
@@ -158,11 +157,13 @@ class VarlenGroup(NamedTuple):
             _rows([(block.q_start, block.q_stop) for block in blocks], device),
             _rows([(block.k_start, block.k_stop) for block in blocks], device),
             VarlenShape(cu_q, cu_k, max(queries), max(keys), blocks[0].causal, blocks[0].window),
+            impl,
         )
 
     def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows."""
-        return varlen_forward(q_THD[self.q_rows], k_SGD[self.k_rows], v_SGD[self.k_rows], self.shape, scale)
+        q, k, v = q_THD[self.q_rows], k_SGD[self.k_rows], v_SGD[self.k_rows]
+        return self.impl.forward(q, k, v, self.shape, scale)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
@@ -170,7 +171,7 @@ class VarlenGroup(NamedTuple):
         """Gradients of the group's query, key and value rows."""
         dout, q, out = (x[self.q_rows] for x in (dout, q, out))
         k, v, lse = k[self.k_rows], v[self.k_rows], lse_HT[:, self.q_rows].contiguous()
-        return varlen_backward(dout, q, k, v, out, lse, self.shape, scale)
+        return self.impl.backward(dout, q, k, v, out, lse, self.shape, scale)
 
 
 def num_rows(rows: Rows) -> int:
@@ -201,7 +202,7 @@ class BlockPlan:
     """All blocks of one call; the layers of a step share one plan, and its rows are made once per device."""
 
     blocks: tuple[Block, ...]
-    _groups: dict[tuple[torch.device, bool, str | None], list[DenseGroup | VarlenGroup]] = field(
+    _groups: dict[tuple[torch.device, FlashImpl | None], list[DenseGroup | VarlenGroup]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -211,21 +212,24 @@ class BlockPlan:
         ranges = sorted((block.k_start, block.k_stop) for block in self.blocks)
         return all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
 
+    @cached_property
+    def windowed(self) -> bool:
+        """Whether any block has a window."""
+        return any(block.window is not None for block in self.blocks)
+
     def groups(self, q_THD: Tensor, v_SGD: Tensor) -> list[DenseGroup | VarlenGroup]:
         """The kernel calls for these tensors."""
-        varlen = uses_varlen(q_THD, v_SGD)
-        key = (q_THD.device, varlen, active_flash_impl(q_THD.device) if varlen else None)
+        impl = flash_impl(q_THD, v_SGD, self.windowed) if uses_varlen(q_THD, v_SGD) else None
+        key = (q_THD.device, impl)
         if key not in self._groups:
             self._groups[key] = self._grouped(*key)
         return self._groups[key]
 
-    def _grouped(
-        self, device: torch.device, varlen: bool, flash_impl: str | None
-    ) -> list[DenseGroup | VarlenGroup]:
+    def _grouped(self, device: torch.device, impl: FlashImpl | None) -> list[DenseGroup | VarlenGroup]:
         by_shape: dict[tuple[int, int, bool, int, int | None], list[Block]] = {}
         for block in self.blocks:
             by_shape.setdefault(block.shape, []).append(block)
-        if not varlen:
+        if impl is None:
             return [DenseGroup.of(blocks, device) for blocks in by_shape.values()]
         # Decided by the shape alone: a choice that remembered shapes would change bits after a restart.
         groups: list[DenseGroup | VarlenGroup] = []
@@ -237,7 +241,7 @@ class BlockPlan:
             # Queries behind the last one change nothing, and keys behind it are seen by none of a causal
             # block.
             can_fill = causal or keys % ROUND == 0
-            if window is not None or shift or flash_impl is not None:
+            if window is not None or shift or impl is not TORCH:
                 short.setdefault((causal, window), []).extend(blocks)
             elif can_fill and queries * keys >= ROUND_PAIRS:
                 groups += [DenseGroup.of([block], device, is_round=True) for block in blocks]
@@ -251,7 +255,7 @@ class BlockPlan:
             stretches = _stretches(sorted(blocks))
             # A few calls on rows as they lie are cheaper than one on rows that must be gathered first.
             parts = stretches if len(stretches) <= FEW_CALLS else [sorted(blocks)]
-            groups += [VarlenGroup.of(part, device) for part in parts]
+            groups += [VarlenGroup.of(part, device, impl) for part in parts]
         return groups
 
     @staticmethod

@@ -1,14 +1,18 @@
-"""FlashAttention-3 and -4 in place of torch's own FlashAttention-2, where the user has switched them on.
+"""FlashAttention-3 and -4, as transformers loads them, in place of torch's own kernels.
 
-`torch.nn.attention.activate_flash_attention_impl("FA3")` puts an installed package behind the very operators
-that our varlen blocks call. They take any lengths and are as fast as dense kernels, so with one of them every
-block goes there. What they compute is looked at once, on small blocks, before it is believed: a ring needs
-their LSE, and a backward that accepts an LSE which is not the block's own.
+They take blocks of any lengths as fast as cuDNN takes dense ones, and prepare nothing for a new length. So
+where one of the packages is installed, all blocks of 16-bit numbers go there. What they compute is looked at
+before it is believed: a ring needs their LSE, and a backward that accepts an LSE which is not the block's
+own. That is why their lower functions are called; those with a derivative of their own keep it to themselves.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import sys
+import warnings
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,56 +27,241 @@ from .attention_kernels import (
 )
 
 TOLERANCE = 0.02
-"""Relative error that bfloat16 explains; a dropped LSE gradient is off by 0.2 and more."""
+"""Relative error that 16-bit numbers explain; a dropped LSE gradient is off by 0.2 and more."""
 
 
-def active_flash_impl(device: torch.device) -> str | None:
-    """The implementation that replaces torch's own on this device, after a look at its results."""
-    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
-    name: str | None = current() if device.type == "cuda" else None
-    if name is not None:
-        _check(name, device)
-    return name
+class FlashImpl(NamedTuple):
+    """A varlen kernel: forward and backward are called like torch's in `attention_kernels`."""
+
+    name: str
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+TORCH = FlashImpl("torch", varlen_forward, varlen_backward)
+"""FlashAttention-2, which torch has inside; cuDNN is faster for long blocks."""
+
+
+class _Wish:
+    """What was asked for in this process."""
+
+    name: str | None = None
+
+
+def use_flash_attention(name: str | None) -> None:
+    """Say which implementation computes blocks on CUDA, in this process.
+
+    `None` (as at the start) is the newest that is installed; `"torch"` what torch itself has;
+    `"flash_attention_3"`, `"flash_attention_4"` or a kernel of the hub, such as
+    `"kernels-community/flash-attn3"`, what transformers loads under that name. A model that was loaded with
+    such an `attn_implementation` says it by itself.
+    """
+    if name not in (None, "torch"):
+        assert name is not None
+        _loaded(name)
+    _Wish.name = name
+
+
+def names_flash_impl(attn_implementation: str | None) -> bool:
+    """Whether this is a transformers name of FlashAttention-3 or -4."""
+    bare = (attn_implementation or "").rpartition("/")[2].lower().replace("_", "-")
+    return any(
+        word in bare for word in ("flash-attention-3", "flash-attention-4", "flash-attn3", "flash-attn4")
+    )
+
+
+class Kind(NamedTuple):
+    """What a kernel is made for; each is looked at by itself."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ratio: int
+    """Query heads per key head."""
+    size: int
+    """Of a head."""
+    windowed: bool
+
+    def __str__(self) -> str:
+        window = " with a window" if self.windowed else ""
+        return f"{self.dtype} heads of {self.size}{window} on {self.device}"
+
+
+def flash_impl(q_THD: Tensor, k_SGD: Tensor, windowed: bool = False) -> FlashImpl:
+    """What computes blocks of these heads, after a look at its results."""
+    if _Wish.name == "torch" or not q_THD.is_cuda:
+        return TORCH
+    kind = Kind(q_THD.device, q_THD.dtype, q_THD.shape[1] // k_SGD.shape[1], q_THD.shape[2], windowed)
+    return _installed(kind) if _Wish.name is None else _checked(_Wish.name, kind)
 
 
 @cache
-def _check(name: str, device: torch.device) -> None:
-    errors = {shape: block_error(device, *shape) for shape in ((True, 64, 64), (False, 40, 100))}
-    worst = max(errors.values())
+def _installed(kind: Kind) -> FlashImpl:
+    """The newest installed implementation that is right."""
+    from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
+
+    for name, is_there in (
+        ("flash_attention_4", is_flash_attn_4_available),
+        ("flash_attention_3", is_flash_attn_3_available),
+    ):
+        if is_there():
+            try:
+                return _checked(name, kind)
+            except ValueError as error:
+                warnings.warn(f"{error}; torch's own kernels are used instead", stacklevel=2)
+    return TORCH
+
+
+@cache
+def _checked(name: str, kind: Kind) -> FlashImpl:
+    impl = _loaded(name)
+    try:
+        worst = max(block_error(impl, kind, *block) for block in BLOCKS)
+    except Exception as error:
+        raise ValueError(f"{name} does not take {kind} ({type(error).__name__}: {error})") from error
     if not worst <= TOLERANCE:
         raise ValueError(
-            f"flash attention implementation {name} is off by {worst:.3f} on {device} (at most {TOLERANCE} "
-            "is "
-            "rounding); switch it off with torch.nn.attention.restore_flash_attention_impl()"
+            f"{name} is off by {worst:.3f} for {kind} (at most {TOLERANCE} is rounding); update it, or call "
+            'use_flash_attention("torch")'
         )
+    return impl
 
 
-def block_error(device: torch.device, causal: bool, queries: int, keys: int) -> float:
+@cache
+def _loaded(name: str) -> FlashImpl:
+    """What transformers loads under this name."""
+    from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
+
+    try:
+        (_, varlen, *_), *_ = lazy_import_flash_attention(name)
+    except (ImportError, ValueError, OSError) as error:
+        raise ValueError(
+            f"{name!r} cannot be loaded ({type(error).__name__}: {error}); install flash-attn-4 or "
+            "flash-attn-3, "
+            'or use "torch"'
+        ) from error
+    module = sys.modules[varlen.__module__]
+    for forward, backward, lower in (
+        (_forward_4, _backward_4, ("_flash_attn_fwd", "_flash_attn_bwd")),
+        (_forward_3, _backward_3, ("_flash_attn_forward", "_flash_attn_backward")),
+    ):
+        if all(hasattr(module, function) for function in lower):
+            kernels = [getattr(module, function) for function in lower]
+            return FlashImpl(name, partial(forward, kernels[0]), partial(backward, kernels[1]))
+    raise ValueError(
+        f"{name!r} has no forward that gives an LSE and backward that takes one ({module.__name__} has "
+        "neither "
+        'FlashAttention-3\'s nor -4\'s functions); use "flash_attention_4", "flash_attention_3" or "torch"'
+    )
+
+
+def _bounds(shape: VarlenShape, scale: float) -> dict[str, Any]:
+    """What both versions call by the same names."""
+    return {
+        "cu_seqlens_q": shape.cu_q,
+        "cu_seqlens_k": shape.cu_k,
+        "max_seqlen_q": shape.max_q,
+        "max_seqlen_k": shape.max_k,
+        "softmax_scale": scale,
+    }
+
+
+def _forward_4(
+    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape, scale: float
+) -> tuple[Tensor, Tensor]:
+    found = kernel(q, k, v, causal=shape.causal, return_lse=True, **_bounds(shape, scale), **shape.sides)
+    return found[0], found[1]
+
+
+def _backward_4(
+    kernel: Callable[..., Any],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    shape: VarlenShape,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = kernel(
+        q, k, v, out, dout.contiguous(), lse, causal=shape.causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_bounds(shape, scale), **shape.sides,
+    )  # fmt: skip
+    return found[0], found[1], found[2]
+
+
+def _forward_3(
+    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape, scale: float
+) -> tuple[Tensor, Tensor]:
+    found = kernel(q, k, v, causal=shape.causal, **_bounds(shape, scale), **_sides_3(shape))
+    return found[0], found[1]
+
+
+def _backward_3(
+    kernel: Callable[..., Any],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    shape: VarlenShape,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    kernel(
+        dout.contiguous(), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, is_causal=shape.causal,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_bounds(shape, scale), **_sides_3(shape),
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _sides_3(shape: VarlenShape) -> dict[str, int]:
+    return {name: -1 if side is None else side for name, side in shape.sides.items()}
+
+
+BLOCKS = ((True, 64, 64), (True, 40, 100), (False, 40, 100))
+"""The blocks that are looked at: whether causal, queries, keys."""
+WINDOW = 17
+"""Of the blocks that are looked at, where there is one."""
+
+
+def block_error(impl: FlashImpl, kind: Kind, causal: bool, queries: int, keys: int) -> float:
     """The largest relative error of two blocks' out, LSE and gradients, with an out and LSE of more keys than
     theirs.
     """
+    device, dtype, ratio, size, windowed = kind
     generator = torch.Generator(device).manual_seed(0)
-    heads = ((4, queries), (2, keys), (2, keys), (4, queries))
+    heads = ((2 * ratio, queries), (2, keys), (2, keys), (2 * ratio, queries))
     q, k, v, dout = (
-        torch.randn(2 * rows, h, 64, device=device, dtype=torch.bfloat16, generator=generator)
-        for h, rows in heads
+        torch.randn(2 * rows, h, size, device=device, dtype=dtype, generator=generator) for h, rows in heads
     )
     cu_q, cu_k = (torch.arange(3, device=device, dtype=torch.int32) * n for n in (queries, keys))
-    shape = VarlenShape(cu_q, cu_k, queries, keys, causal, None)
+    shape = VarlenShape(cu_q, cu_k, queries, keys, causal, WINDOW if windowed and causal else None)
     wide_q, wide_k, wide_v, wide_dout = (
         x.unflatten(0, (2, -1)).transpose(1, 2).float() for x in (q, k, v, dout)
     )
-    mask = DenseShape(causal, None)
-    out, lse = varlen_forward(q, k, v, shape, 0.125)
-    wanted_out, wanted_lse = math_forward(wide_q, wide_k, wide_v, mask, 0.125)
+    mask, scale = seen(shape), size**-0.5
+    out, lse = impl.forward(q, k, v, shape, scale)
+    wanted_out, wanted_lse = math_forward(wide_q, wide_k, wide_v, mask, scale)
     found = [(out, _packed(wanted_out)), (lse.T, wanted_lse.transpose(1, 2).flatten(0, 1))]
     # As if other keys had been seen as well.
     global_out, global_lse = 0.7 * wanted_out, wanted_lse + 0.2
     packed_lse = global_lse.transpose(0, 1).flatten(1).contiguous()
-    gradients = varlen_backward(dout, q, k, v, _packed(global_out).to(q.dtype), packed_lse, shape, 0.125)
-    wanted = math_backward(wide_dout, wide_q, wide_k, wide_v, global_out, global_lse, mask, 0.125)
+    gradients = impl.backward(dout, q, k, v, _packed(global_out).to(q.dtype), packed_lse, shape, scale)
+    wanted = math_backward(wide_dout, wide_q, wide_k, wide_v, global_out, global_lse, mask, scale)
     found += [(a, _packed(b)) for a, b in zip(gradients, wanted, strict=True)]
     return max(float((a.float() - b).norm() / b.norm()) for a, b in found)
+
+
+def seen(shape: VarlenShape) -> DenseShape:
+    """Which keys a query of such a block sees, causal blocks being aligned at their ends."""
+    queries, keys = (torch.arange(n, device=shape.cu_q.device) for n in (shape.max_q, shape.max_k))
+    distance = queries[:, None] + (shape.max_k - shape.max_q) - keys
+    mask = distance >= 0 if shape.causal else torch.ones_like(distance, dtype=torch.bool)
+    return DenseShape(False, mask if shape.window is None else mask & (distance < shape.window))
 
 
 def _packed(x_BHSD: Tensor) -> Tensor:

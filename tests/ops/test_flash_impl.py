@@ -1,20 +1,24 @@
-"""A flash attention implementation that replaces torch's is looked at before it is believed."""
+"""A flash attention package is called by its own names, and looked at before it is believed."""
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import transformers.modeling_flash_attention_utils as flash_utils
+import transformers.utils as transformers_utils
 
 from seqbraid.ops import flash_impl
 from seqbraid.ops.attention_kernels import DenseShape, VarlenShape, dense_backward, dense_forward
+from seqbraid.ops.flash_impl import TORCH, FlashImpl, names_flash_impl, seen, use_flash_attention
 
-CPU = torch.device("cpu")
-
-
-def dense_of(shape: VarlenShape) -> DenseShape:
-    return DenseShape(shape.causal, None)
+KIND = flash_impl.Kind(torch.device("cpu"), torch.bfloat16, 2, 64, False)
+SCALE = 0.125
 
 
 def stacked(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
@@ -26,20 +30,20 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(q: Any, k: Any, v: Any, shape: VarlenShape, scale: float) -> Any:
-    out, lse = dense_forward(
-        stacked(q, shape.cu_q), stacked(k, shape.cu_k), stacked(v, shape.cu_k), dense_of(shape), scale
-    )
+    """The CPU's kernel in the place of a varlen one; blocks are of one shape."""
+    tensors = [stacked(x, cu) for x, cu in ((q, shape.cu_q), (k, shape.cu_k), (v, shape.cu_k))]
+    out, lse = dense_forward(*tensors, seen(shape), scale)
     return packed(out), lse.transpose(0, 1).flatten(1)
 
 
 def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, shape: VarlenShape, scale: float) -> Any:
-    lse = lse.unflatten(1, (2, -1)).transpose(0, 1).contiguous()
-    tensors = [
-        stacked(x, cu) for x, cu in ((dout, shape.cu_q), (q, shape.cu_q), (k, shape.cu_k), (v, shape.cu_k))
-    ]
-    return [
-        packed(x) for x in dense_backward(*tensors, stacked(out, shape.cu_q), lse, dense_of(shape), scale)
-    ]
+    lse = lse.unflatten(1, (len(shape.cu_q) - 1, -1)).transpose(0, 1).contiguous()
+    of_queries, of_keys = shape.cu_q, shape.cu_k
+    dout, q, k, v, out = (
+        stacked(x, cu)
+        for x, cu in ((dout, of_queries), (q, of_queries), (k, of_keys), (v, of_keys), (out, of_queries))
+    )
+    return [packed(x) for x in dense_backward(dout, q, k, v, out, lse, seen(shape), scale)]
 
 
 def with_its_own_statistics(
@@ -48,20 +52,213 @@ def with_its_own_statistics(
     return backward(dout, q, k, v, *forward(q, k, v, shape, scale), shape, scale)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+def shape_of(causal: bool, sides: tuple[int | None, int | None], of: dict[str, Any]) -> VarlenShape:
+    """The arguments of a package, as ours; it must have got them all."""
+    left, right = sides
+    assert right in ((None, -1) if left in (None, -1) else (0,))
+    window = None if left in (None, -1) else left + 1
+    return VarlenShape(
+        of["cu_seqlens_q"], of["cu_seqlens_k"], of["max_seqlen_q"], of["max_seqlen_k"], causal, window
+    )
+
+
+def package_4() -> ModuleType:
+    """A module with the lower functions of FlashAttention-4, as their signatures were in 4.0.0b36."""
+    module = ModuleType("stand_in_for_flash_4")
+
+    def _flash_attn_fwd(
+        q: Any, k: Any, v: Any, qv: Any = None, *, softmax_scale: float, causal: bool, return_lse: bool,
+        window_size_left: int | None, window_size_right: int | None, **of: Any,
+    ) -> Any:  # fmt: skip
+        assert return_lse
+        shape = shape_of(causal, (window_size_left, window_size_right), of)
+        return *forward(q, k, v, shape, softmax_scale), None, None, None
+
+    def _flash_attn_bwd(
+        q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, softmax_scale: float, causal: bool, *,
+        window_size_left: int | None, window_size_right: int | None, deterministic: bool, **of: Any,
+    ) -> Any:  # fmt: skip
+        shape = shape_of(causal, (window_size_left, window_size_right), of)
+        return tuple(backward(dout, q, k, v, out, lse, shape, softmax_scale))
+
+    return with_functions(module, _flash_attn_fwd, _flash_attn_bwd)
+
+
+def package_3() -> ModuleType:
+    """A module with the lower functions of FlashAttention-3, which writes gradients into what it is given."""
+    module = ModuleType("stand_in_for_flash_3")
+
+    def _flash_attn_forward(
+        q: Any, k: Any, v: Any, *, softmax_scale: float, causal: bool,
+        window_size_left: int, window_size_right: int, **of: Any,
+    ) -> Any:  # fmt: skip
+        shape = shape_of(causal, (window_size_left, window_size_right), of)
+        return *forward(q, k, v, shape, softmax_scale), torch.empty(0), torch.empty(0)
+
+    def _flash_attn_backward(
+        dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, *, dq: Any, dk: Any, dv: Any,
+        softmax_scale: float, is_causal: bool, window_size_left: int, window_size_right: int,
+        deterministic: bool, **of: Any,
+    ) -> Any:  # fmt: skip
+        shape = shape_of(is_causal, (window_size_left, window_size_right), of)
+        found = backward(dout, q, k, v, out, softmax_lse, shape, softmax_scale)
+        for into, gradient in zip((dq, dk, dv), found, strict=True):
+            into.copy_(gradient)
+        return softmax_lse
+
+    return with_functions(module, _flash_attn_forward, _flash_attn_backward)
+
+
+def with_functions(module: ModuleType, *functions: Callable[..., Any]) -> ModuleType:
+    for function in functions:
+        setattr(module, function.__name__, function)
+
+    def flash_attn_varlen_func() -> None:
+        """What transformers takes from a package."""
+
+    flash_attn_varlen_func.__module__ = module.__name__
+    module.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    return module
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, ModuleType], None]]:
+    """Let transformers find a package under a name; nothing of it is left behind."""
+    packages: dict[str, Any] = {}
+
+    def lazy_import(name: str) -> Any:
+        if name not in packages:
+            raise ImportError(f"no {name} here")
+        return (None, packages[name].flash_attn_varlen_func, None, None, None), (dict, dict)
+
+    def put(name: str, module: ModuleType) -> None:
+        packages[name] = module
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def clear() -> None:
+        for function in (flash_impl._installed, flash_impl._checked, flash_impl._loaded):
+            function.cache_clear()
+        use_flash_attention(None)
+
+    monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lazy_import)
+    for version in (3, 4):
+        name = f"flash_attention_{version}"
+        available = f"is_flash_attn_{version}_available"
+        monkeypatch.setattr(transformers_utils, available, lambda name=name: name in packages)
+    clear()
+    yield put
+    clear()
+
+
+@pytest.mark.parametrize("kind", [KIND, KIND._replace(windowed=True, ratio=3, size=32)], ids=str)
+@pytest.mark.parametrize("block", flash_impl.BLOCKS)
 def test_a_right_kernel_passes_and_one_with_its_own_statistics_does_not(
-    monkeypatch: pytest.MonkeyPatch, causal: bool
+    block: Any, kind: flash_impl.Kind
 ) -> None:
-    """The CPU's kernels in the place of varlen ones."""
-    monkeypatch.setattr(flash_impl, "varlen_forward", forward)
-    monkeypatch.setattr(flash_impl, "varlen_backward", backward)
-    keys = 64 if causal else 100
-    assert flash_impl.block_error(CPU, causal, 64, keys) < flash_impl.TOLERANCE
-    monkeypatch.setattr(flash_impl, "varlen_backward", with_its_own_statistics)
-    assert flash_impl.block_error(CPU, causal, 64, keys) > 5 * flash_impl.TOLERANCE
-    with pytest.raises(ValueError, match=r"FA9 is off by .* switch it off with"):
-        flash_impl._check("FA9", CPU)
+    good, bad = FlashImpl("good", forward, backward), FlashImpl("bad", forward, with_its_own_statistics)
+    assert flash_impl.block_error(good, kind, *block) < flash_impl.TOLERANCE
+    assert flash_impl.block_error(bad, kind, *block) > 5 * flash_impl.TOLERANCE
 
 
-def test_no_replacement_on_the_cpu() -> None:
-    assert flash_impl.active_flash_impl(CPU) is None
+def test_a_kernel_that_aligns_causal_blocks_at_their_starts_is_found() -> None:
+    def at_the_starts(q: Any, k: Any, v: Any, shape: VarlenShape, scale: float) -> Any:
+        mask = torch.ones(shape.max_q, shape.max_k, dtype=torch.bool).tril()
+        tensors = [stacked(x, cu) for x, cu in ((q, shape.cu_q), (k, shape.cu_k), (v, shape.cu_k))]
+        out, lse = dense_forward(*tensors, DenseShape(False, mask), scale)
+        return packed(out), lse.transpose(0, 1).flatten(1)
+
+    errors = [
+        flash_impl.block_error(FlashImpl("starts", at_the_starts, backward), KIND, *block)
+        for block in flash_impl.BLOCKS
+    ]
+    assert max(errors) > 5 * flash_impl.TOLERANCE
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "package"), [("flash_attention_4", package_4), ("kernels-community/flash-attn3", package_3)]
+)
+def test_a_package_is_called_by_its_own_names(name: str, package: Any, windowed: bool, load: Any) -> None:
+    load(name, package())
+    impl = flash_impl._checked(name, KIND._replace(windowed=windowed))
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dout = (
+        torch.randn(2 * 30, h, 64, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)
+    )
+    cu = torch.arange(3, dtype=torch.int32) * 30
+    shape = VarlenShape(cu, cu, 30, 30, True, 7 if windowed else None)
+    found, wanted = impl.forward(q, k, v, shape, SCALE), forward(q, k, v, shape, SCALE)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    gradients = impl.backward(dout, q, k, v, *found, shape, SCALE)
+    again = backward(dout, q, k, v, *wanted, shape, SCALE)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+
+
+def test_the_newest_installed_package_is_taken(load: Any) -> None:
+    assert flash_impl._installed(KIND) is TORCH
+    flash_impl._installed.cache_clear()
+    load("flash_attention_3", package_3())
+    assert flash_impl._installed(KIND).name == "flash_attention_3"
+    flash_impl._installed.cache_clear()
+    load("flash_attention_4", package_4())
+    assert flash_impl._installed(KIND).name == "flash_attention_4"
+
+
+def test_an_installed_package_that_is_wrong_is_left_alone(load: Any) -> None:
+    wrong = package_4()
+    wrong._flash_attn_bwd = lambda q, k, v, *rest, **of: (q, k, v)  # type: ignore[attr-defined]
+    load("flash_attention_4", wrong)
+    with pytest.warns(
+        UserWarning, match=r"flash_attention_4 is off by .*torch's own kernels are used instead"
+    ):
+        assert flash_impl._installed(KIND) is TORCH
+    with pytest.raises(ValueError, match=r"is off by .* heads of 64 .*use_flash_attention"):
+        flash_impl._checked("flash_attention_4", KIND)
+
+
+def test_an_installed_package_that_fails_is_left_alone(load: Any) -> None:
+    def refuse(*arguments: Any, **of: Any) -> None:
+        raise AssertionError("heads of 64 are not supported")
+
+    failing = package_4()
+    failing._flash_attn_fwd = refuse  # type: ignore[attr-defined]
+    load("flash_attention_4", failing)
+    load("flash_attention_3", package_3())
+    with pytest.warns(UserWarning, match="does not take torch.bfloat16 heads of 64 .*not supported"):
+        assert flash_impl._installed(KIND).name == "flash_attention_3"
+
+
+def test_what_cannot_be_had_is_refused_when_it_is_asked_for(load: Any) -> None:
+    with pytest.raises(ValueError, match=r"'flash_attention_4' cannot be loaded .*install flash-attn-4"):
+        use_flash_attention("flash_attention_4")
+    load("kernels-community/vllm-flash-attn3", with_functions(ModuleType("stand_in_without_backward")))
+    with pytest.raises(ValueError, match="no forward that gives an LSE"):
+        use_flash_attention("kernels-community/vllm-flash-attn3")
+
+
+def test_nothing_of_it_on_the_cpu(load: Any) -> None:
+    load("flash_attention_4", package_4())
+    q, k = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert flash_impl.flash_impl(q, k) is TORCH
+        use_flash_attention("flash_attention_4")
+        assert flash_impl.flash_impl(q, k) is TORCH
+
+
+@pytest.mark.parametrize(
+    ("name", "is_one"),
+    [
+        ("flash_attention_3", True),
+        ("flash_attention_4", True),
+        ("kernels-community/flash-attn3", True),
+        ("kernels-community/vllm-flash-attn3", True),
+        ("kernels-community/flash-attn4", True),
+        ("kernels-community/flash-attn2", False),
+        ("flash_attention_2", False),
+        ("sdpa", False),
+        (None, False),
+    ],
+)
+def test_names_of_transformers(name: str | None, is_one: bool) -> None:
+    assert names_flash_impl(name) is is_one
