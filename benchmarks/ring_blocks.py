@@ -54,6 +54,7 @@ class Rank:
         self.steps = [round_ for round_ in plan.rounds if round_.num_received]
         self.received = [self._received(round_, row) for round_ in self.steps]
         self.scale = self.q.shape[-1] ** -0.5
+        self.sum_dtype = torch.float32 if len(self.steps) > 1 else self.q.dtype
 
     def _received(self, round_: RingRound, row: list[Tensor]) -> tuple[Tensor, Tensor]:
         parts = []
@@ -69,10 +70,12 @@ class Rank:
         self.out, self.lse = block_attention(self.q, self.k, self.v, self.local, self.scale)
         if self.steps:
             shared = self.shared
-            wide, lse = self.out[shared].float(), self.lse[:, shared].contiguous()
+            wide, lse = self.out[shared].to(self.sum_dtype), self.lse[:, shared].contiguous()
             for step, (k, v) in zip(self.steps, self.received, strict=True):
                 merge_block_attention(wide, lse, self.q[shared], k, v, step.blocks, self.scale)
-            self.out[shared], self.lse[:, shared] = wide, lse
+            self.lse[:, shared] = lse
+            if len(self.steps) > 1:
+                self.out[shared] = wide
 
     def backward(self) -> None:
         arguments = (self.dout, self.q, self.k, self.v, self.out, self.lse, self.local, self.scale)
@@ -80,14 +83,15 @@ class Rank:
         self.sent = []
         if self.steps:
             shared = self.shared
-            dq = self.dq[shared].float()
+            dq = self.dq[shared].to(self.sum_dtype)
             self.shared_dkv = [self.dk[shared].float(), self.dv[shared].float()]
             queries = (self.dout[shared], self.q[shared])
             results = (self.out[shared], self.lse[:, shared].contiguous())
             for step, (k, v) in zip(self.steps, self.received, strict=True):
                 _, *theirs = block_attention_backward(*queries, k, v, *results, step.blocks, self.scale, dq)
                 self.sent.append(theirs)
-            self.dq[shared] = dq
+            if len(self.steps) > 1:
+                self.dq[shared] = dq
 
 
 def time_rank(rank: Rank) -> Times:

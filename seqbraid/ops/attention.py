@@ -26,9 +26,9 @@ def block_attention(
     groups = plan.groups(q_THD, v_SGD)
     results = side_by_side([partial(group.forward, q_THD, k_SGD, v_SGD, scale) for group in groups], q_THD)
     for group, (out, lse) in zip(groups, results, strict=True):
-        lse_HT[:, group.q_rows] = lse
+        lse_HT[:, group.q_rows] = lse[:, : num_rows(group.q_rows)]
         outs.append((group.q_rows, out))
-    return _placed(outs, q_THD[..., : v_SGD.shape[2]]), lse_HT
+    return _placed(outs, q_THD[..., : v_SGD.shape[2]], plan.q_ranges), lse_HT
 
 
 def merge_block_attention(
@@ -40,11 +40,12 @@ def merge_block_attention(
     plan: BlockPlan,
     scale: float,
 ) -> None:
-    """Add blocks over further keys to an out and LSE, in place; both should be float32 or wider."""
+    """Add blocks over further keys to an out and LSE, in place; out is rounded to what it is kept in."""
     groups = plan.groups(q_THD, v_SGD)
     results = side_by_side([partial(group.forward, q_THD, k_SGD, v_SGD, scale) for group in groups], q_THD)
     for group, (out, lse) in zip(groups, results, strict=True):
-        merge_rows(out_THD, lse_HT, group.q_rows, out, lse)
+        n = num_rows(group.q_rows)
+        merge_rows(out_THD, lse_HT, group.q_rows, out[:n], lse[:, :n])
 
 
 def block_attention_backward(
@@ -71,24 +72,30 @@ def block_attention_backward(
         if dq_THD is None:
             dqs.append((group.q_rows, dq))
         else:
-            _add_rows(dq_THD, group.q_rows, dq)
+            _add_rows(dq_THD, group.q_rows, dq[: num_rows(group.q_rows)])
         dks.append((group.k_rows, dk))
         dvs.append((group.k_rows, dv))
     if dq_THD is None:
-        dq_THD = _placed(dqs, q_THD)
+        dq_THD = _placed(dqs, q_THD, plan.q_ranges)
     return dq_THD, _summed(dks, k_SGD, plan), _summed(dvs, v_SGD, plan)
 
 
-def _placed(parts: list[tuple[Rows, Tensor]], like: Tensor) -> Tensor:
-    """Parts of a tensor put to their rows, which no two of them share; rows of no part get 0."""
-    if len(parts) == 1 and num_rows(parts[0][0]) == len(like):
-        rows, part = parts[0]
-        if isinstance(rows, slice):
-            return part
-    covered = sum(num_rows(rows) for rows, _ in parts) == len(like)
-    placed = like.new_empty(like.shape) if covered else like.new_zeros(like.shape)
-    for rows, part in parts:
-        placed[rows] = part
+def _placed(parts: list[tuple[Rows, Tensor]], like: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
+    """Parts of a tensor put to their rows, which no two of them share; rows outside the ranges get 0.
+
+    A part may have more rows than it has places, with nothing of worth in them.
+    """
+    if len(parts) == 1 and len(parts[0][1]) == len(like) and isinstance(parts[0][0], slice):
+        placed = parts[0][1]
+    else:
+        placed = like.new_empty(like.shape)
+        for rows, part in parts:
+            placed[rows] = part[: num_rows(rows)]
+    end = 0
+    for start, stop in [*ranges, (len(like), len(like))]:
+        if start > end:
+            placed[end:start] = 0
+        end = max(end, stop)
     return placed
 
 
@@ -97,10 +104,10 @@ def _summed(parts: list[tuple[Rows, Tensor]], like: Tensor, plan: BlockPlan) -> 
     up.
     """
     if plan.keys_are_apart:
-        return _placed(parts, like)
+        return _placed(parts, like, plan.k_ranges)
     total = torch.zeros_like(like)
     for rows, part in parts:
-        _add_rows(total, rows, part)
+        _add_rows(total, rows, part[: num_rows(rows)])
     return total
 
 

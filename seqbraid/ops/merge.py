@@ -17,7 +17,8 @@ Rows = slice | Tensor
 
 def merge_rows(out_THD: Tensor, lse_HT: Tensor, rows: Rows, part_nHD: Tensor, part_lse_Hn: Tensor) -> None:
     """Make `out` and `lse` of these rows those of the old and the new keys together."""
-    kernel = _fused_kernel() if out_THD.is_cuda and out_THD.dtype == torch.float32 else None
+    fused = out_THD.is_cuda and out_THD.dtype != torch.float64 and out_THD.is_contiguous()
+    kernel = _fused_kernel() if fused else None
     if kernel is not None:
         kernel(out_THD, lse_HT, rows, part_nHD.contiguous(), part_lse_Hn.contiguous())
         return
@@ -25,7 +26,8 @@ def merge_rows(out_THD: Tensor, lse_HT: Tensor, rows: Rows, part_nHD: Tensor, pa
     after = torch.logaddexp(before, part_lse_Hn)
     # −inf before: these rows had seen no key yet, and their share of the sum is nothing.
     kept = out_THD[rows] * (before - after).exp().T[..., None]
-    out_THD[rows] = kept.addcmul_(part_nHD.to(kept.dtype), (part_lse_Hn - after).exp().T[..., None])
+    kept.addcmul_(part_nHD.to(kept.dtype), (part_lse_Hn - after).exp().T[..., None])
+    out_THD[rows] = kept.to(out_THD.dtype)
     lse_HT[:, rows] = after
 
 

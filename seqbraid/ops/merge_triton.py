@@ -31,7 +31,7 @@ def _merge_kernel(
     both = inside[:, None] & (d < D)[None, :]
     here = out + (row[:, None] * num_heads + h) * D + d[None, :]
     there = part + (i.to(tl.int64)[:, None] * num_heads + h) * D + d[None, :]
-    a = tl.load(here, mask=both, other=0.0)
+    a = tl.load(here, mask=both, other=0.0).to(tl.float32)
     b = tl.load(there, mask=both, other=0.0).to(tl.float32)
     tl.store(here, a * keep[:, None] + b * add[:, None], mask=both)
     tl.store(lse + h * num_tokens + row, top + tl.log(total), mask=inside)
@@ -40,7 +40,8 @@ def _merge_kernel(
 def merge_rows_triton(
     out_THD: Tensor, lse_HT: Tensor, rows: Any, part_nHD: Tensor, part_lse_Hn: Tensor
 ) -> None:
-    """`merge_rows` on CUDA; `out` and `lse` are contiguous float32."""
+    """`merge_rows` on CUDA; `out` and `lse` are contiguous, `lse` is float32, and so is the sum before it
+    is stored."""
     assert out_THD.is_contiguous() and lse_HT.is_contiguous()
     n, num_heads, size = part_nHD.shape
     indexed = isinstance(rows, Tensor)

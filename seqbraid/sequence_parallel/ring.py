@@ -59,10 +59,11 @@ class _RingAttention(torch.autograd.Function):
         out, lse = block_attention(q, k, v, plan.local, scale)
         if plan.rounds:
             shared = slice(plan.num_shared)
-            wide, wide_lse = out[shared].to(lse.dtype), lse[:, shared].contiguous()
+            wide, wide_lse = out[shared].to(_sum_dtype(out, lse, plan)), lse[:, shared].contiguous()
             for round_ in plan.rounds:
                 merge_block_attention(wide, wide_lse, q[shared], *keys.next(), round_.blocks, scale)
-            out[shared], lse[:, shared] = wide, wide_lse  # merged wide, rounded once
+            lse[:, shared] = wide_lse
+            _round_into(out[shared], wide)
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, out, lse, sink)
@@ -77,7 +78,8 @@ class _RingAttention(torch.autograd.Function):
         gradients = block_attention_backward(dout, q, k, v, out, lse, plan.local, scale)
         if plan.rounds:
             shared = slice(plan.num_shared)
-            dq, dk, dv = sums = [x[shared].to(lse.dtype) for x in gradients]
+            dq = gradients[0][shared].to(_sum_dtype(q, lse, plan))
+            dk, dv = (x[shared].to(lse.dtype) for x in gradients[1:])  # several ranks may send theirs
             home = _Gradients(dk, dv, k.dtype, group)
             rows = (dout[shared], q[shared])
             seen = (out[shared], lse[:, shared].contiguous())
@@ -85,10 +87,23 @@ class _RingAttention(torch.autograd.Function):
                 _, *theirs = block_attention_backward(*rows, *keys.next(), *seen, round_.blocks, scale, dq)
                 home.send(round_, *theirs)
             home.take_in()
-            for gradient, total in zip(gradients, sums, strict=True):
-                gradient[shared] = total  # summed wide, rounded once
+            for gradient, total in zip(gradients, (dq, dk, dv), strict=True):
+                _round_into(gradient[shared], total)
         dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
         return *gradients, dsink, None, None, None
+
+
+def _sum_dtype(x: Tensor, lse: Tensor, plan: RingPlan) -> torch.dtype:
+    """What sums over rounds are kept in. One round adds to a row once, and its sum is rounded once either
+    way.
+    """
+    return x.dtype if len(plan.rounds) == 1 else lse.dtype
+
+
+def _round_into(rows: Tensor, total: Tensor) -> None:
+    """Sums over rounds to where they belong, unless they were made there."""
+    if total.data_ptr() != rows.data_ptr():
+        rows.copy_(total)
 
 
 class _Keys:

@@ -16,6 +16,7 @@ from seqbraid.ops.attention_kernels import (
     math_forward,
 )
 from seqbraid.ops.blocks import Block, BlockPlan, DenseGroup, rounded
+from seqbraid.ops.merge import merge_rows
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
 from tests.plain import plain_attention, relative
@@ -78,6 +79,22 @@ def test_blocks_merge_through_lse_and_backward_takes_the_global_ones() -> None:
         got = [a + b for a, b in zip(*parts, strict=True)]
         for name, total, wanted in zip("qkv", got, expected, strict=True):
             assert wanted.norm() > 1 and relative(total, wanted) < 1e-12, name
+
+
+@pytest.mark.parametrize("rows", [slice(2, 7), torch.tensor([6, 3, 9])], ids=["side by side", "anywhere"])
+def test_a_merge_is_rounded_to_what_it_is_kept_in(rows: slice | Tensor) -> None:
+    generator = torch.Generator().manual_seed(0)
+    out, lse = torch.randn(10, 2, 8, generator=generator).bfloat16(), torch.randn(2, 10, generator=generator)
+    n = len(out[rows])
+    part, part_lse = (
+        torch.randn(n, 2, 8, generator=generator).bfloat16(),
+        torch.randn(2, n, generator=generator),
+    )
+    wide, wide_lse = out.float(), lse.clone()
+    merge_rows(wide, wide_lse, rows, part, part_lse)
+    assert (wide - out.float()).abs().max() > 0.1
+    merge_rows(out, lse, rows, part, part_lse)
+    assert torch.equal(out, wide.bfloat16()) and torch.equal(lse, wide_lse)
 
 
 def test_rows_of_no_block_are_nobody() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,42 +15,18 @@ import transformers.modeling_flash_attention_utils as flash_utils
 import transformers.utils as transformers_utils
 
 from seqbraid.ops import flash_impl
-from seqbraid.ops.attention_kernels import DenseShape, VarlenShape, dense_backward, dense_forward
-from seqbraid.ops.flash_impl import TORCH, FlashImpl, names_flash_impl, seen, use_flash_attention
+from seqbraid.ops.attention_kernels import DenseShape, VarlenShape
+from seqbraid.ops.flash_impl import TORCH, FlashImpl, names_flash_impl, use_flash_attention
+from tests.plain import varlen_backward, varlen_forward
 
 KIND = flash_impl.Kind(torch.device("cpu"), torch.bfloat16, 2, 64, False)
 SCALE = 0.125
 
 
-def stacked(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
-    return x.unflatten(0, (len(cu) - 1, -1)).transpose(1, 2)
-
-
-def packed(x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def forward(q: Any, k: Any, v: Any, shape: VarlenShape, scale: float) -> Any:
-    """The CPU's kernel in the place of a varlen one; blocks are of one shape."""
-    tensors = [stacked(x, cu) for x, cu in ((q, shape.cu_q), (k, shape.cu_k), (v, shape.cu_k))]
-    out, lse = dense_forward(*tensors, seen(shape), scale)
-    return packed(out), lse.transpose(0, 1).flatten(1)
-
-
-def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, shape: VarlenShape, scale: float) -> Any:
-    lse = lse.unflatten(1, (len(shape.cu_q) - 1, -1)).transpose(0, 1).contiguous()
-    of_queries, of_keys = shape.cu_q, shape.cu_k
-    dout, q, k, v, out = (
-        stacked(x, cu)
-        for x, cu in ((dout, of_queries), (q, of_queries), (k, of_keys), (v, of_keys), (out, of_queries))
-    )
-    return [packed(x) for x in dense_backward(dout, q, k, v, out, lse, seen(shape), scale)]
-
-
 def with_its_own_statistics(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, shape: Any, scale: float
 ) -> Any:
-    return backward(dout, q, k, v, *forward(q, k, v, shape, scale), shape, scale)
+    return varlen_backward(dout, q, k, v, *varlen_forward(q, k, v, shape, scale), shape, scale)
 
 
 def shape_of(causal: bool, sides: tuple[int | None, int | None], of: dict[str, Any]) -> VarlenShape:
@@ -72,14 +49,14 @@ def package_4() -> ModuleType:
     ) -> Any:  # fmt: skip
         assert return_lse
         shape = shape_of(causal, (window_size_left, window_size_right), of)
-        return *forward(q, k, v, shape, softmax_scale), None, None, None
+        return *varlen_forward(q, k, v, shape, softmax_scale), None, None, None
 
     def _flash_attn_bwd(
         q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, softmax_scale: float, causal: bool, *,
         window_size_left: int | None, window_size_right: int | None, deterministic: bool, **of: Any,
     ) -> Any:  # fmt: skip
         shape = shape_of(causal, (window_size_left, window_size_right), of)
-        return tuple(backward(dout, q, k, v, out, lse, shape, softmax_scale))
+        return tuple(varlen_backward(dout, q, k, v, out, lse, shape, softmax_scale))
 
     return with_functions(module, _flash_attn_fwd, _flash_attn_bwd)
 
@@ -93,7 +70,7 @@ def package_3() -> ModuleType:
         window_size_left: int, window_size_right: int, **of: Any,
     ) -> Any:  # fmt: skip
         shape = shape_of(causal, (window_size_left, window_size_right), of)
-        return *forward(q, k, v, shape, softmax_scale), torch.empty(0), torch.empty(0)
+        return *varlen_forward(q, k, v, shape, softmax_scale), torch.empty(0), torch.empty(0)
 
     def _flash_attn_backward(
         dout: Any, q: Any, k: Any, v: Any, out: Any, softmax_lse: Any, *, dq: Any, dk: Any, dv: Any,
@@ -101,7 +78,7 @@ def package_3() -> ModuleType:
         deterministic: bool, **of: Any,
     ) -> Any:  # fmt: skip
         shape = shape_of(is_causal, (window_size_left, window_size_right), of)
-        found = backward(dout, q, k, v, out, softmax_lse, shape, softmax_scale)
+        found = varlen_backward(dout, q, k, v, out, softmax_lse, shape, softmax_scale)
         for into, gradient in zip((dq, dk, dv), found, strict=True):
             into.copy_(gradient)
         return softmax_lse
@@ -155,23 +132,47 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, ModuleType]
 def test_a_right_kernel_passes_and_one_with_its_own_statistics_does_not(
     block: Any, kind: flash_impl.Kind
 ) -> None:
-    good, bad = FlashImpl("good", forward, backward), FlashImpl("bad", forward, with_its_own_statistics)
+    good, bad = (
+        FlashImpl("good", varlen_forward, varlen_backward),
+        FlashImpl("bad", varlen_forward, with_its_own_statistics),
+    )
     assert flash_impl.block_error(good, kind, *block) < flash_impl.TOLERANCE
     assert flash_impl.block_error(bad, kind, *block) > 5 * flash_impl.TOLERANCE
 
 
 def test_a_kernel_that_aligns_causal_blocks_at_their_starts_is_found() -> None:
-    def at_the_starts(q: Any, k: Any, v: Any, shape: VarlenShape, scale: float) -> Any:
-        mask = torch.ones(shape.max_q, shape.max_k, dtype=torch.bool).tril()
-        tensors = [stacked(x, cu) for x, cu in ((q, shape.cu_q), (k, shape.cu_k), (v, shape.cu_k))]
-        out, lse = dense_forward(*tensors, DenseShape(False, mask), scale)
-        return packed(out), lse.transpose(0, 1).flatten(1)
+    def at_their_starts(shape: VarlenShape) -> DenseShape:
+        mask = torch.ones(shape.max_q, shape.max_k, dtype=torch.bool)
+        return DenseShape(False, mask.tril() if shape.causal else mask)
 
+    wrong = partial(varlen_forward, sees=at_their_starts)
     errors = [
-        flash_impl.block_error(FlashImpl("starts", at_the_starts, backward), KIND, *block)
+        flash_impl.block_error(FlashImpl("wrong", wrong, varlen_backward), KIND, *block)
         for block in flash_impl.BLOCKS
     ]
     assert max(errors) > 5 * flash_impl.TOLERANCE
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_gradient_that_is_not_a_number_is_found(which: int) -> None:
+    def spoilt(*arguments: Any) -> Any:
+        gradients = varlen_backward(*arguments)
+        gradients[which][1] = torch.nan
+        return gradients
+
+    error = flash_impl.block_error(FlashImpl("spoilt", varlen_forward, spoilt), KIND, *flash_impl.BLOCKS[0])
+    assert not error <= flash_impl.TOLERANCE
+
+
+def test_a_kernel_that_looks_behind_the_last_block_is_found() -> None:
+    def curious(q: Any, *arguments: Any) -> Any:
+        out, lse = varlen_forward(q, *arguments)
+        return out + 0 * q.mean(), lse
+
+    error = flash_impl.block_error(
+        FlashImpl("curious", curious, varlen_backward), KIND, *flash_impl.BLOCKS[0]
+    )
+    assert not error <= flash_impl.TOLERANCE
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -187,10 +188,10 @@ def test_a_package_is_called_by_its_own_names(name: str, package: Any, windowed:
     )
     cu = torch.arange(3, dtype=torch.int32) * 30
     shape = VarlenShape(cu, cu, 30, 30, True, 7 if windowed else None)
-    found, wanted = impl.forward(q, k, v, shape, SCALE), forward(q, k, v, shape, SCALE)
+    found, wanted = impl.forward(q, k, v, shape, SCALE), varlen_forward(q, k, v, shape, SCALE)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     gradients = impl.backward(dout, q, k, v, *found, shape, SCALE)
-    again = backward(dout, q, k, v, *wanted, shape, SCALE)
+    again = varlen_backward(dout, q, k, v, *wanted, shape, SCALE)
     assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
 
 

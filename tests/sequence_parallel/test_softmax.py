@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqbraid import Mesh, SequenceLayout
 from seqbraid.comm import Group
+from seqbraid.sequence_parallel import ring
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.softmax import softmax_attention
 from tests import ranks
@@ -105,6 +106,35 @@ def worst_errors(path: str, ring: int, ulysses: int, policy: str) -> tuple[dict[
 def test_equals_each_sequence_alone(prepare: Prepare, ring: int, ulysses: int, policy: str) -> None:
     for errors, _ in ranks.run(worst_errors, ring * ulysses, prepare(), ring, ulysses, policy):
         assert max(errors.values()) < 1e-12, errors
+
+
+def bits(path: str, ring_size: int, wide: bool) -> list[Tensor]:
+    """On one rank, in bfloat16: out and gradients, with sums over rounds kept in float32 if asked for."""
+    expected = Attention(*torch.load(path))
+    mesh = Mesh(ring=ring_size)
+    layout = SequenceLayout(expected.lengths, ring_size, policy="zigzag")
+    context = StepContext(layout, mesh.sequence_rank, Group.of(mesh.process_group("ring")))
+    local = [
+        layout.shard(expected.inputs[name], mesh.sequence_rank).bfloat16().requires_grad_() for name in "qkv"
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        if wide:
+            patch.setattr(ring, "_sum_dtype", lambda x, lse, plan: lse.dtype)
+        out = softmax_attention(*local, context, SCALE)
+        weight = layout.shard(expected.weight, mesh.sequence_rank).bfloat16()
+        gradients = torch.autograd.grad((out * weight).sum(), local)
+    assert len(context.ring_plan(None, shared=True, whole=True).rounds) == ring_size - 1
+    return [out.detach(), *gradients]
+
+
+@pytest.mark.parametrize("ring_size", [2, 4])
+def test_sums_over_rounds_are_rounded_once(prepare: Prepare, ring_size: int) -> None:
+    """Two ranks have one round and need no wider copy for that; four have three."""
+    found = [ranks.run(bits, ring_size, prepare(), ring_size, wide) for wide in (False, True)]
+    for narrow, wide in zip(*found, strict=True):
+        for a, b in zip(narrow, wide, strict=True):
+            assert a.abs().max() > 0.1
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("heads", [(12, 3), (12, 12), (4, 1), (8, 4)])
