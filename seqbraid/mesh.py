@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .comm.rendezvous import join_job
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
 """Outermost first: neighbours in rank are neighbours in `tp`, then `ulysses`; ring ranks are further apart.
@@ -121,11 +122,7 @@ class Mesh:
         """
         if self.world_size == 1:
             return {}
-        if not dist.is_initialized():
-            on_gpu = torch.cuda.is_available()
-            if on_gpu:
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("nccl" if on_gpu else "gloo")
+        join_job()
         if dist.get_world_size() != self.world_size:
             raise ValueError(
                 f"the mesh has {self.world_size} processes, the process group {dist.get_world_size()}; they "

@@ -11,7 +11,7 @@ ALLOWED = {
     "layout": set(),
     "ops": set(),
     "comm": set(),
-    "mesh": set(),
+    "mesh": {"comm"},
     "sequence_parallel": {"layout", "ops", "comm", "mesh"},
     "models": {"sequence_parallel", "layout", "ops", "comm", "mesh"},
     "data": {"layout", "models", "mesh", "comm"},

@@ -22,7 +22,13 @@ def read_config(folder: Path) -> Any:
         raise ValueError(f"{folder} has no config.json, so it is no checkpoint of transformers")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{folder} brings code of its own for a model that transformers {transformers.__version__} "
+                "does "
+                "not have; such code is never run"
+            ) from None
         raise ValueError(f"{folder}/config.json cannot be read: {error}") from None
 
 

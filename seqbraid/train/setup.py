@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..comm.rendezvous import join_job
 from ..data.encode import SampleEncoder
 from ..data.loader import Loader
 from ..data.media_files import MediaFiles
@@ -23,7 +24,6 @@ from ..verify.tiny_processor import tiny_training_model
 from .config import DataConfig, TrainConfig
 from .freeze import freeze
 from .lora import LoraOptions, add_lora
-from .rendezvous import join_job
 from .weights import checkpoint_folder, empty_model, load_stock
 
 TINY = "tiny:"
@@ -55,7 +55,8 @@ def make_mesh(config: TrainConfig) -> Mesh:
     """The mesh of this job's processes."""
     axes = config.mesh
     mesh = Mesh(dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, ring=axes.ring, ulysses=axes.ulysses)
-    join_job()
+    if mesh.world_size > 1:
+        join_job()
     return mesh
 
 

@@ -3,38 +3,9 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
-import pytest
-from torch.distributed import HashStore, TCPStore
-
-from seqbraid.train.rendezvous import meet
-
 from .chaos.trial import Chaos
-
-
-def test_ranks_meet_past_what_the_dead_left_in_the_store() -> None:
-    store = TCPStore("localhost", 0, is_master=True)
-    clients = [TCPStore("localhost", store.port, is_master=False) for _ in range(3)]
-    limit = timedelta(seconds=30)
-    names: list[str] = []
-    with ThreadPoolExecutor(3) as pool:
-        for order in ((0, 1, 2), (0, 2, 1), (2, 1, 0)):
-            store.set("rank/1", "somebody who died before an answer came")
-            came = [pool.submit(meet, clients[rank], rank, 3, limit) for rank in order]
-            found = {future.result() for future in came}
-            assert len(found) == 1
-            names += found
-    assert len(set(names)) == 3
-
-
-def test_ranks_do_not_wait_for_ever() -> None:
-    store = HashStore()
-    store.set("rank/1", "dead")
-    with pytest.raises(TimeoutError, match=r"ranks \[1\]"):
-        meet(store, 0, 2, timedelta(seconds=0.2))
 
 
 def test_a_run_killed_in_a_save_in_a_prefetch_and_in_a_step_is_the_same_bit_for_bit(tmp_path: Path) -> None:

@@ -23,15 +23,19 @@ LIMIT = timedelta(minutes=30)
 
 
 def join_job() -> None:
-    """Start the process group of a job under torchrun; elsewhere, that is left to the mesh."""
-    if dist.is_initialized() or not dist.is_torchelastic_launched() or os.environ["WORLD_SIZE"] == "1":
+    """Start the process group of this job, unless there is one."""
+    if dist.is_initialized():
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if on_gpu else "gloo"
+    if not dist.is_torchelastic_launched():
+        dist.init_process_group(backend)
+        return
     store, rank, world_size = next(rendezvous("env://"))
     fresh = PrefixStore(meet(store, rank, world_size), store)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=fresh, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size)
 
 
 def meet(store: Store, rank: int, world_size: int, limit: timedelta = LIMIT) -> str:
