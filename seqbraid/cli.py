@@ -7,6 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+Commands = Any
+"""Where argparse keeps subcommands; the class has no public name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,79 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
-    layout = commands.add_parser("layout", help="show where every token of a row lives")
-    layout.add_argument(
-        "--lengths", type=_lengths, required=True, help="tokens of each sequence, e.g. 900,300,40"
-    )
-    layout.add_argument("--ring", type=int, default=1)
-    layout.add_argument("--ulysses", type=int, default=1)
-    layout.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
-    layout.add_argument(
-        "--multiple-of", type=int, default=1, help="round a rank's tokens up to a multiple of this"
-    )
-    layout.add_argument("--pad-to", type=int, help="physical tokens of the whole row")
-    layout.add_argument("--fp8", action="store_true", help="round a rank's tokens to 16 as well")
-    layout.add_argument("--svg", type=Path, metavar="FILE", help="draw the placement into this file")
-    layout.add_argument(
-        "--model",
-        help="a tiny family (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers "
-        "send",
-    )
-    layout.set_defaults(run=_layout)
-
-    verify = commands.add_parser(
-        "verify", help="compare packed training with the stock model, sample by sample"
-    )
-    verify.add_argument(
-        "--model", required=True, help="a tiny family (qwen3_5, llama, …) or a checkpoint's folder"
-    )
-    verify.add_argument(
-        "--lengths", type=_lengths, help="tokens of each sample; a demanding mix when left out"
-    )
-    verify.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
-    for axis in ("ring", "ulysses", "dp_shard"):
-        flag = "--" + axis.replace("_", "-")
-        verify.add_argument(flag, type=int, default=1, help=f"ranks on the {axis} axis, under torchrun")
-    verify.add_argument(
-        "--gated-delta", default="auto", help="how gated-delta layers talk: auto, states or heads"
-    )
-    verify.add_argument("--seed", type=int, default=0)
-    verify.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every error and floor into this file"
-    )
-    verify.add_argument(
-        "--mutants", action="store_true", help="also plant known defects and see each one caught"
-    )
-    verify.set_defaults(run=_verify)
-
-    demo = commands.add_parser(
-        "demo", help="teach a tiny Qwen3.5 to read digits over CPU ranks, beside one process; writes a report"
-    )
-    demo.add_argument("--steps", type=int, default=200)
-    demo.add_argument(
-        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where report.html goes"
-    )
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--processes", type=int, default=4, help="ranks; 4 are ring 2 × ulysses 2")
-    demo.set_defaults(run=_demo)
-
-    train = commands.add_parser(
-        "train", help="train on conversations: seqbraid train config.yaml --train.lr=1e-5 …", add_help=False
-    )
-    train.set_defaults(run=_train)
-
-    export = commands.add_parser("export", help="write a run's checkpoint as stock transformers loads it")
-    export.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (`out` of its config)")
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
-    export.add_argument("--checkpoint", default="last", help="last, best or a step")
-    export.add_argument("--dtype", choices=("float32", "bfloat16"), help="the original's when left out")
-    export.set_defaults(run=_export)
-
-    report = commands.add_parser("report", help="draw the curves of one or several runs into one HTML file")
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN")
-    report.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
-    report.set_defaults(run=_report)
-
+    for add in (_add_layout, _add_verify, _add_demo, _add_train, _add_export, _add_report):
+        add(commands)
     args, rest = parser.parse_known_args(argv)
     if args.command == "train":
         args.rest = rest  # its options are those of the configuration
@@ -111,6 +44,28 @@ def _lengths(text: str) -> list[int]:
         ) from None
 
 
+def _add_layout(commands: Commands) -> None:
+    parser = commands.add_parser("layout", help="show where every token of a row lives")
+    parser.add_argument(
+        "--lengths", type=_lengths, required=True, help="tokens of each sequence, e.g. 900,300,40"
+    )
+    parser.add_argument("--ring", type=int, default=1)
+    parser.add_argument("--ulysses", type=int, default=1)
+    parser.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
+    parser.add_argument(
+        "--multiple-of", type=int, default=1, help="round a rank's tokens up to a multiple of this"
+    )
+    parser.add_argument("--pad-to", type=int, help="physical tokens of the whole row")
+    parser.add_argument("--fp8", action="store_true", help="round a rank's tokens to 16 as well")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the placement into this file")
+    parser.add_argument(
+        "--model",
+        help="a tiny family (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers "
+        "send",
+    )
+    parser.set_defaults(run=_layout)
+
+
 def _layout(args: argparse.Namespace) -> int:
     from rich.console import Console, RenderableType
 
@@ -130,6 +85,33 @@ def _layout(args: argparse.Namespace) -> int:
         args.svg.write_text(layout_svg(layout), encoding="utf-8")
         print(f"wrote {args.svg}")
     return 0
+
+
+def _add_verify(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "verify", help="compare packed training with the stock model, sample by sample"
+    )
+    parser.add_argument(
+        "--model", required=True, help="a tiny family (qwen3_5, llama, …) or a checkpoint's folder"
+    )
+    parser.add_argument(
+        "--lengths", type=_lengths, help="tokens of each sample; a demanding mix when left out"
+    )
+    parser.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
+    for axis in ("ring", "ulysses", "dp_shard"):
+        flag = "--" + axis.replace("_", "-")
+        parser.add_argument(flag, type=int, default=1, help=f"ranks on the {axis} axis, under torchrun")
+    parser.add_argument(
+        "--gated-delta", default="auto", help="how gated-delta layers talk: auto, states or heads"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every error and floor into this file"
+    )
+    parser.add_argument(
+        "--mutants", action="store_true", help="also plant known defects and see each one caught"
+    )
+    parser.set_defaults(run=_verify)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -158,10 +140,26 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if holds else 1
 
 
+def _add_train(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "train", help="train on conversations: seqbraid train config.yaml --train.lr=1e-5 …", add_help=False
+    )
+    parser.set_defaults(run=_train)
+
+
 def _train(args: argparse.Namespace) -> int:
     from .train.run import train
 
     return train(args.rest)
+
+
+def _add_export(commands: Commands) -> None:
+    parser = commands.add_parser("export", help="write a run's checkpoint as stock transformers loads it")
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (`out` of its config)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    parser.add_argument("--checkpoint", default="last", help="last, best or a step")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="the original's when left out")
+    parser.set_defaults(run=_export)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -175,16 +173,36 @@ def _export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_report(commands: Commands) -> None:
+    parser = commands.add_parser("report", help="draw the curves of one or several runs into one HTML file")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
+    parser.set_defaults(run=_report)
+
+
 def _report(args: argparse.Namespace) -> int:
-    from .train.report import write_report
+    from .train.report.page import write_report
 
     write_report(args.runs, args.out)
     print(f"wrote {args.out}")
     return 0
 
 
+def _add_demo(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "demo", help="teach a tiny Qwen3.5 to read digits over CPU ranks, beside one process; writes a report"
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where report.html goes"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=4, help="ranks; 4 are ring 2 × ulysses 2")
+    parser.set_defaults(run=_demo)
+
+
 def _demo(args: argparse.Namespace) -> int:
-    from .train.demo import run_demo
+    from .train.demo.run import run_demo
 
     return run_demo(args.steps, args.out, args.seed, args.processes)
 

@@ -21,9 +21,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..comm.consensus import agree
 from ..models.braided import BraidedModel
 from ..models.stock import INDEX, SINGLE, read_config, trained_config
+from .checkpoint.names import extra_tensors, to_saved
 from .folder import new_folder
 from .lora import merged
-from .saved_names import extra_tensors, to_saved
 from .weights import TensorFile, checkpoint_folder, empty_model, read_headers, saved_dtype, shapes
 
 SHARD_BYTES = 5 << 30
@@ -110,7 +110,7 @@ def export_checkpoint(
     from ..data.processor import load_processor
     from ..mesh import Mesh
     from ..parallelize.api import parallelize
-    from .checkpoint import Checkpoints
+    from .checkpoint.checkpoints import Checkpoints
     from .config import load_config
     from .lora import LoraOptions, add_lora
 

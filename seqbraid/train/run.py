@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from .checkpoint import CheckpointError
+from .checkpoint.checkpoints import CheckpointError
 from .config import parse_config
 from .dry_run import dry_run
 from .nonfinite import NonFiniteError

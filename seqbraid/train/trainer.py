@@ -18,7 +18,7 @@ from ..data.loader import StepData
 from ..data.together import check_alike, raised_by_all
 from ..mesh import Mesh
 from .batches import StepBatches, make_batches
-from .checkpoint import Checkpoints, Failed, Published
+from .checkpoint.checkpoints import Checkpoints, Failed, Published
 from .config import TrainConfig, as_dict, keys, to_yaml
 from .evaluate import evaluate
 from .flops import ModelFlops, peak_flops

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..models.stock import read_config, stock_class, trained_config, weight_files
-from .saved_names import extra_tensors
+from .checkpoint.names import extra_tensors
 
 PATTERNS = (
     "*.safetensors",

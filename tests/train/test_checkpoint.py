@@ -27,8 +27,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from seqbraid import BraidedModel, Mesh, pack, parallelize
-from seqbraid.train import checkpoint_files as files
-from seqbraid.train.checkpoint import CheckpointError, Checkpoints, Failed, Published
+from seqbraid.train.checkpoint import files
+from seqbraid.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Failed, Published
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
 from tests import ranks

@@ -15,12 +15,12 @@ import torch
 from seqbraid.cli import main
 from seqbraid.layout import SequenceLayout
 from seqbraid.layout.render import layout_svg
-from seqbraid.train import demo
-from seqbraid.train.demo_pictures import mark_images
-from seqbraid.train.demo_report import ALONE_COLOR, SPLIT_COLOR, demo_report
-from seqbraid.train.demo_result import DemoResult
-from seqbraid.train.demo_training import Settings, Trained
-from seqbraid.train.digits import Digits, make_sample
+from seqbraid.train.demo import run as demo
+from seqbraid.train.demo.digits import Digits, make_sample
+from seqbraid.train.demo.page import ALONE_COLOR, SPLIT_COLOR, demo_report
+from seqbraid.train.demo.pictures import mark_images
+from seqbraid.train.demo.result import DemoResult
+from seqbraid.train.demo.training import Settings, Trained
 from tests.train.png import read_png
 
 STEPS = 4

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from seqbraid.data.pack import pack
-from seqbraid.train.digits import (
+from seqbraid.train.demo.digits import (
     HELD_OUT,
     IMAGE,
     LONG,

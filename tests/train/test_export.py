@@ -265,7 +265,7 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_runs_checkpoint_is_exported(lora: bool, tmp_path: Path) -> None:
-    from seqbraid.train.checkpoint import Checkpoints
+    from seqbraid.train.checkpoint.checkpoints import Checkpoints
 
     model, processor = tiny_training_model("qwen3_5_text")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "source")

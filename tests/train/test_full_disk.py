@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from seqbraid.train.checkpoint import Checkpoints
+from seqbraid.train.checkpoint.checkpoints import Checkpoints
 from seqbraid.train.config import CheckpointConfig, MeshConfig, TrainConfig
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer

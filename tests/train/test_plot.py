@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqbraid.train.plot import (
+from seqbraid.train.report.plot import (
     BLUE,
     BOTTOM,
     HEIGHT,

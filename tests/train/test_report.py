@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqbraid.train.plot import BLUE, GREY, Mark, Series, line_plot
-from seqbraid.train.report import write_report
-from seqbraid.train.report_data import loss_difference, read_run, thinned
-from seqbraid.train.report_summary import COLORS
+from seqbraid.train.report.data import loss_difference, read_run, thinned
+from seqbraid.train.report.page import write_report
+from seqbraid.train.report.plot import BLUE, GREY, Mark, Series, line_plot
+from seqbraid.train.report.summary import COLORS
 from tests.train.png import read_png
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from seqbraid.train import checkpoint_files
+from seqbraid.train.checkpoint import files as checkpoint_files
 from seqbraid.train.config import (
     CheckpointConfig,
     DataConfig,

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
-from seqbraid.train.checkpoint_files import check_file, read_manifest
+from seqbraid.train.checkpoint.files import check_file, read_manifest
 from seqbraid.train.config import load_config
 from seqbraid.train.export import export_checkpoint
 from seqbraid.train.log import read_log

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from seqbraid.train.checkpoint_files import step_of
+from seqbraid.train.checkpoint.files import step_of
 from seqbraid.train.log import read_log
 
 from .checks import differences, export_differences

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 
-from .demo_pictures import digit_svg, layout_picture
-from .demo_result import ALLOWANCE, LEAST_ACCURACY, ROUNDING, DemoResult
-from .demo_training import ROW_TOKENS, Settings
-from .plot import BLUE, GREEN, GREY, ORANGE, Series, line_plot
+from ..report.plot import BLUE, GREEN, GREY, ORANGE, Series, line_plot
+from .pictures import digit_svg, layout_picture
+from .result import ALLOWANCE, LEAST_ACCURACY, ROUNDING, DemoResult
+from .training import ROW_TOKENS, Settings
 
 SPLIT_COLOR, ALONE_COLOR, FLOOR_COLOR = BLUE, ORANGE, GREY
 SHOWN_DIGITS, SHOWN_MISTAKES = 20, 10

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .checkpoint_index import DTYPES, Index
+from .index import DTYPES, Index
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

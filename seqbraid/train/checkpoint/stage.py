@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from .checkpoint_index import NAMES
-from .checkpoint_read import alone
+from .index import NAMES
+from .read import alone
 
 
 class AlonePlanner(DefaultSavePlanner):

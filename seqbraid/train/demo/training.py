@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ..data.pack import pack
-from ..mesh import Mesh
-from ..models.braided import BraidedModel
-from ..parallelize.api import parallelize
+from ...data.pack import pack
+from ...mesh import Mesh
+from ...models.braided import BraidedModel
+from ...parallelize.api import parallelize
 from .digits import (
     Digits,
     Sample,

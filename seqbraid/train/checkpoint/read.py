@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from .checkpoint_index import DTYPES, Index
+from .index import DTYPES, Index
 
 
 class FolderReader(StorageReader):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .demo_training import Settings, Trained
 from .digits import Digits
+from .training import Settings, Trained
 
 ALLOWANCE = 10.0
 """How many times further than rounding the split training may part from one process."""

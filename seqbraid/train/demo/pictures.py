@@ -9,10 +9,10 @@ from xml.etree import ElementTree as ET
 
 from torch import Tensor
 
-from ..layout import SequenceLayout
-from ..layout.render import INK, layout_svg
-from .demo_training import Settings
+from ...layout import SequenceLayout
+from ...layout.render import INK, layout_svg
 from .digits import GREY_LEVELS, IMAGE, IMAGE_SIDE, IMAGE_TOKENS, LONG, Sample, num_tokens
+from .training import Settings
 
 ROWS_TO_CHOOSE_FROM = 30
 SVG = "http://www.w3.org/2000/svg"

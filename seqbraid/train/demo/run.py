@@ -13,9 +13,9 @@ from rich.table import Table
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import Qwen3_5ForConditionalGeneration
 
-from .demo_report import demo_report
-from .demo_result import ALLOWANCE, LEAST_ACCURACY, DemoResult
-from .demo_training import Settings, Trained, prepare, read_alone, train_alone, train_split
+from .page import demo_report
+from .result import ALLOWANCE, LEAST_ACCURACY, DemoResult
+from .training import Settings, Trained, prepare, read_alone, train_alone, train_split
 
 TABLE_ROWS = 9
 

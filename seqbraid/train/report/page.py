@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .demo_report import STYLE
+from ..demo.page import STYLE
+from .data import RunLog, averaged, distinct_names, loss_difference, read_run, thinned
 from .plot import GREY, Mark, Series, line_plot
-from .report_data import RunLog, averaged, distinct_names, loss_difference, read_run, thinned
-from .report_summary import color_of, dash_of, run_name, summary_table
+from .summary import color_of, dash_of, run_name, summary_table
 
 LONG = 300
 """Steps from which on a curve is drawn faintly, with its mean above it."""

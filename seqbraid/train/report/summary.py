@@ -9,8 +9,8 @@ from html import escape
 
 import numpy as np
 
+from .data import Floats, RunLog
 from .plot import BLUE, GREEN, ORANGE
-from .report_data import Floats, RunLog
 
 COLORS = (BLUE, ORANGE, GREEN, "#b061d6", "#dd4b5e", "#17a3b5", "#9a8c1c", "#a9746e")
 """Each stands out from white and from black; from the ninth run on they come again, dashed."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from ..layout.streaming import StreamingPacker
+from ...layout.streaming import StreamingPacker
 
 IMAGE_SIDE = 8
 GREY_LEVELS = 16

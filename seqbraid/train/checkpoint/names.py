@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
-from .lora import is_adapter, stock_name
+from ..lora import is_adapter, stock_name
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The tensors of a checkpoint."""

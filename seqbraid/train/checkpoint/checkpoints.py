@@ -21,14 +21,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..comm.consensus import agree, gather_ints
-from ..mesh import Mesh
-from . import checkpoint_files as files
-from .checkpoint_files import FileRecord
-from .checkpoint_index import DTYPES, Index, check_index, check_tensors, make_index, rank_file, rank_key
-from .checkpoint_read import fill_tensors
-from .checkpoint_stage import HostMemory, stage_tensors
-from .checkpoint_state import check_json, model_tensors, optimizer_state_for, optimizer_tensors
+from ...comm.consensus import agree, gather_ints
+from ...mesh import Mesh
+from . import files
+from .files import FileRecord
+from .index import DTYPES, Index, check_index, check_tensors, make_index, rank_file, rank_key
+from .read import fill_tensors
+from .stage import HostMemory, stage_tensors
+from .state import check_json, model_tensors, optimizer_state_for, optimizer_tensors
 
 _RUNNING, _DONE, _FAILED, _BROKEN = range(4)
 _MESSAGE_BYTES = 1024

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .log import LOG_FILE, read_log
+from ..log import LOG_FILE, read_log
 
 Floats = NDArray[np.float64]
 

@@ -1,0 +1,1 @@
+"""Checkpoints: written by all ranks, published at once, read by any mesh."""

@@ -1,0 +1,1 @@
+"""A tiny model that learns to read digits, beside the stock one."""
