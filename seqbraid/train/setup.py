@@ -20,6 +20,7 @@ from ..data.together import raised_by_all
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..parallelize.api import parallelize
+from ..parallelize.weights import spread_weights
 from ..verify.tiny_processor import tiny_training_model
 from .config import DataConfig, TrainConfig
 from .freeze import freeze
@@ -75,6 +76,9 @@ def load_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:
     dtype = torch.bfloat16 if config.precision == "bfloat16" else torch.float32
     if config.model.startswith(TINY):
         model = tiny_training_model(config.model.removeprefix(TINY), config.seed, dtype)[0]
+        if not weights:
+            model.to("meta")
+            model.tie_weights()
     elif weights:
         model = load_stock(config.model, dtype).model
     else:
@@ -96,17 +100,21 @@ def load_model_processor(name: str) -> Any:
     return load_processor(checkpoint_folder(name))
 
 
-def braid(config: TrainConfig, model: PreTrainedModel, mesh: Mesh, device: torch.device) -> BraidedModel:
-    """The model on the mesh, as the configuration wants it."""
-    if mesh.world_size == 1:
-        model.to(device)
-    return parallelize(
-        model,
+def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel:
+    """The model on the mesh, as the configuration wants it; the first rank alone reads the weights."""
+    with raised_by_all(mesh.cpu_group):
+        source = load_model(config) if mesh.rank == 0 else None
+        shell = source.to(device) if mesh.world_size == 1 else load_model(config, weights=False)
+    model = parallelize(
+        shell,
         mesh,
         gated_delta=config.gated_delta,
         memory=config.memory,
         compute_dtype=torch.bfloat16 if config.precision == "mixed" else None,
     )
+    if mesh.world_size > 1:
+        spread_weights(model, source, device)
+    return model
 
 
 def open_data(paths: list[str] | str, mesh: Mesh) -> Source:

@@ -37,7 +37,6 @@ from .optimizer import (
 from .schedule import learning_rate
 from .setup import (
     braid,
-    load_model,
     load_model_processor,
     make_device,
     make_eval_loader,
@@ -73,13 +72,12 @@ class Trainer:
         with raised_by_all(mesh.cpu_group):
             if mesh.rank == 0:
                 (self.folder / "model").mkdir(parents=True, exist_ok=True)
-            stock = load_model(config)
-        self.model_config = stock.config
+        self.model = braid(config, mesh, self.device)
+        self.model_config = self.model.model.config
         try:
-            self.flops = ModelFlops.of(stock)
+            self.flops = ModelFlops.of(self.model.model)
         except ValueError:  # a model that we cannot count has no utilisation, and trains all the same
             self.flops = None
-        self.model = braid(config, stock, mesh, self.device)
         self.optimizer = make_optimizer(self.model, config.train)
         if config.data.eval:  # refused now if at all, not when it is first evaluated
             open_data(config.data.eval, mesh)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ...parallelize.weights import plain_name
 from .index import DTYPES, Index
 
 
@@ -26,7 +27,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward without a backward, the root's parameters are still gathered
-    every = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    every = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     aliases = every - _parameters(model).keys()
     found = {}
     for name, tensor in get_model_state_dict(model).items():
@@ -112,12 +113,7 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {_plain(name): parameter for name, parameter in model.named_parameters()}
-
-
-def _plain(name: str) -> str:
-    """A name without what wrappers add, so that activation checkpointing and compile may change on resume."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def check_json(value: Any, where: str) -> None:

@@ -1,0 +1,63 @@
+"""Weights that one rank has read, to all ranks, each of which keeps its part."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..comm.consensus import agree
+from ..models.braided import BraidedModel
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without what wrappers add (activation checkpointing, compile)."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def spread_weights(model: BraidedModel, source: nn.Module | None, device: torch.device) -> None:
+    """Give a model that was put on the mesh without weights those of a stock model that the first rank has.
+
+    So a host holds the whole model once, however many ranks it has, and a GPU never more than one tensor
+    beside its own part.
+
+    Args:
+        model: what `parallelize` made of a model whose parameters are on the meta device, on every rank.
+        source: the same model with its weights, on the first rank; None on the others.
+        device: where the parts go.
+    """
+    first = model.mesh.rank == 0
+    named = {plain_name(name): x for name, x in _tensors(model.model)}
+    found = dict(_tensors(source)) if source is not None else {}
+    error = None
+    if first != (source is not None):
+        error = ValueError("the first rank, and no other, gives the weights")
+    elif not all(x.is_meta for x in named.values()):
+        error = ValueError("the model has weights already; build it on the meta device")
+    elif first and (wrong := sorted(name for name, x in named.items() if _differ(x, found.get(name)))):
+        error = ValueError(f"the weights that were read do not fit the model: {', '.join(wrong[:5])}")
+    agree(model.mesh.cpu_group, error)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, target in ((plain_name(name), x) for name, x in _tensors(model.model)):
+            full = torch.empty(target.shape, dtype=target.dtype, device=device)
+            if first:
+                full.copy_(found[name])
+            dist.broadcast(full, src=0)
+            if isinstance(target, DTensor):
+                part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(part.to_local())
+            else:
+                target.copy_(full)
+
+
+def _tensors(model: nn.Module) -> chain[tuple[str, Tensor]]:
+    """Parameters, tied ones once, and buffers; those that are not saved too."""
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _differ(here: Tensor, there: Tensor | None) -> bool:
+    return there is None or (here.shape, here.dtype) != (there.shape, there.dtype)
