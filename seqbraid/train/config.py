@@ -204,10 +204,10 @@ class TrainConfig:
                 raise ValueError(f"{name}={number} must be at least 1")
         if steps.batch_tokens % data.row_tokens:
             below = steps.batch_tokens // data.row_tokens * data.row_tokens
+            choices = " or ".join(str(n) for n in (below, below + data.row_tokens) if n)
             raise ValueError(
                 f"train.batch_tokens={steps.batch_tokens} is no multiple of "
-                f"data.row_tokens={data.row_tokens}; "
-                f"use {below or data.row_tokens} or {below + data.row_tokens}"
+                f"data.row_tokens={data.row_tokens}; use {choices}"
             )
         for name, share in (("final_lr", steps.final_lr), ("weight_decay", steps.weight_decay)):
             if not 0 <= share <= 1:

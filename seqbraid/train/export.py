@@ -112,19 +112,19 @@ def export_checkpoint(
     from ..parallelize.api import parallelize
     from .checkpoint.checkpoints import Checkpoints
     from .config import load_config
-    from .lora import LoraOptions, add_lora
+    from .setup import adapted_weights, load_model
 
     path = _checkpoint_path(run_folder, checkpoint)
     run = load_config(run_folder / "config.yaml")
-    model = empty_model(
-        run_folder / "model", torch.bfloat16 if run.precision == "bfloat16" else torch.float32
-    )
-    if run.lora.rank:
-        lora = run.lora
-        add_lora(model, LoraOptions(lora.rank, lora.alpha, lora.targets, lora.dropout, lora.rslora))
+    if run.lora.rank:  # the checkpoint has the adapters alone
+        model = load_model(run)
+    else:
+        dtype_of_run = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
+        model = empty_model(run_folder / "model", dtype_of_run)
     mesh = Mesh()
     braided = parallelize(model, mesh)
-    Checkpoints(run_folder / "checkpoints", mesh).load(path, braided, None)
+    checkpoints = Checkpoints(run_folder / "checkpoints", mesh, base=adapted_weights(run))
+    checkpoints.load(path, braided, None)
     source = None if run.model.startswith("tiny:") else checkpoint_folder(run.model)
     report = export(braided, source, out, load_processor(run_folder / "model"), dtype)
     assert report is not None

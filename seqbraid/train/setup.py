@@ -25,7 +25,7 @@ from ..verify.tiny_processor import tiny_training_model
 from .config import DataConfig, TrainConfig
 from .freeze import freeze
 from .lora import LoraOptions, add_lora
-from .weights import checkpoint_folder, empty_model, load_stock
+from .weights import checkpoint_folder, empty_model, fingerprint, load_stock
 
 TINY = "tiny:"
 MEDIA_OPTIONS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "fps", "max_frames")
@@ -91,6 +91,15 @@ def load_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:
     elif config.freeze:
         freeze(model, config.freeze)
     return model
+
+
+def adapted_weights(config: TrainConfig) -> str | None:
+    """What identifies the weights under adapters, which no step changes; None where there are no adapters."""
+    if not config.lora.rank:
+        return None
+    if config.model.startswith(TINY):
+        return f"{config.model}, seed {config.seed}"
+    return fingerprint(checkpoint_folder(config.model))
 
 
 def load_model_processor(name: str) -> Any:

@@ -36,6 +36,7 @@ from .optimizer import (
 )
 from .schedule import learning_rate
 from .setup import (
+    adapted_weights,
     braid,
     load_model_processor,
     make_device,
@@ -60,12 +61,15 @@ class Trainer:
         check_alike(mesh.cpu_group, _shared(config))
         self.folder = Path(config.out)
         self.device = make_device()
+        with raised_by_all(mesh.cpu_group):
+            base = adapted_weights(config)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
             mesh,
             keep=config.checkpoint.keep,
             asynchronous=config.checkpoint.asynchronous,
             on_error=config.checkpoint.on_error,
+            base=base,
         )
         last = self._last()
         seed_everything(config.seed)

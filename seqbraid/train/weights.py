@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,10 @@ DTYPES = {
     "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
 }  # fmt: skip
 """What safetensors calls torch's dtypes."""
+
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""How many places of a file, and how much of each, a fingerprint looks at; of a small file at everything."""
 
 
 class Stock(NamedTuple):
@@ -126,6 +131,22 @@ def empty_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMod
     if generation.is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.train()
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells the weights of a folder from others: names, shapes, and numbers from all over its files."""
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(header_bytes))
+            for start in range(0, size, max(size // SAMPLES, SAMPLE_BYTES)):
+                file.seek(start)
+                digest.update(file.read(SAMPLE_BYTES))
+            file.seek(max(size - SAMPLE_BYTES, 0))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]
 
 
 def read_headers(folder: Path) -> dict[str, TensorFile]:

@@ -312,6 +312,35 @@ def test_a_model_or_optimizer_that_does_not_fit_is_refused_untouched(tmp_path: P
         checkpoints.save(4, model, optimizer, {"rng": [torch.zeros(1)]})
 
 
+def test_frozen_parameters_of_known_weights_are_left_out(tmp_path: Path) -> None:
+    checkpoints, model, optimizer = prepare(tmp_path, asynchronous=False, base="these")
+    (frozen,) = (name for name, p in model.named_parameters() if not p.requires_grad)
+    checkpoints.save(2, model, optimizer, STATE)
+    path = tmp_path / "step-00000002"
+    saved = json.loads((path / "index.json").read_text())
+    trained = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
+    assert {key for key in saved if key.startswith("model.")} == trained
+    assert f"model.{frozen}" not in saved
+
+    again, fresh = build(Mesh(), "llama", 1)
+    own = dict(again.named_parameters())[frozen].detach().clone()
+    before = whole(again, fresh)
+    for base in (None, "others"):
+        with pytest.raises(
+            ValueError, match=r"on top of the weights these, and the model's are (unknown|others)"
+        ):
+            Checkpoints(tmp_path, Mesh(), base=base).load(path, again, fresh)
+    assert differences(before, whole(again, fresh)) == []
+    Checkpoints(tmp_path, Mesh(), base="these").load(path, again, fresh)
+    assert differences(whole(model, optimizer), whole(again, fresh)) == [frozen]
+    assert torch.equal(dict(again.named_parameters())[frozen], own)
+
+    # What was saved whole is loaded whole.
+    Checkpoints(tmp_path, Mesh(), asynchronous=False).save(3, model, optimizer, STATE)
+    Checkpoints(tmp_path, Mesh(), base="others").load(tmp_path / "step-00000003", again, fresh)
+    assert differences(whole(model, optimizer), whole(again, fresh)) == []
+
+
 # Retention and pointers.
 
 

@@ -19,7 +19,7 @@ from seqbraid import Mesh
 from seqbraid.data.processor import load_processor
 from seqbraid.train.export import export, export_checkpoint
 from seqbraid.train.lora import LoraOptions, add_lora
-from seqbraid.train.weights import empty_model, load_stock, read_headers
+from seqbraid.train.weights import empty_model, fingerprint, load_stock, read_headers
 from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.reference import stock_step
 from seqbraid.verify.samples import random_samples
@@ -298,6 +298,27 @@ def test_a_runs_checkpoint_is_exported(lora: bool, tmp_path: Path) -> None:
     for which, message in (("31", "it has 30"), ("../x", "has no checkpoint")):
         with pytest.raises(ValueError, match=message):
             export_checkpoint(run, which, tmp_path / "none")
+
+
+def test_a_fingerprint_tells_weights_apart(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    weights, found = tmp_path / "model.safetensors", set()
+    whole = weights.read_bytes()
+    tensors = load_file(weights)
+    last = max(tensors, key=lambda name: tensors[name].numel())
+    renamed = {name if name != last else f"{name}.other": x for name, x in tensors.items()}
+    save_file(renamed, weights, metadata={"format": "pt"})
+    found.add(fingerprint(tmp_path))
+    for place in (len(whole) // 2, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[place] ^= 1
+        weights.write_bytes(changed)
+        found.add(fingerprint(tmp_path))
+    weights.write_bytes(whole)
+    found.add(fingerprint(tmp_path))
+    assert len(found) == 4
+    weights.touch()
+    assert fingerprint(tmp_path) in found
 
 
 def test_checkpoints_that_are_not_loaded(tmp_path: Path) -> None:

@@ -173,6 +173,9 @@ def test_the_adapter_of_a_run_is_pefts_and_export_merges_it(examples: Path, tmp_
     assert difference(stock_logits(base, sample), before) < 1e-6 < 1e-2 < difference(before, after)
     adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter", is_trainable=True)
     assert difference(stock_logits(adapted.get_base_model(), sample), after) < 1e-6
+    (index,) = (tmp_path / "run" / "checkpoints").glob("*/index.json")
+    saved = [key for key in json.loads(index.read_text()) if key.startswith("model.")]
+    assert saved and all("lora_" in key for key in saved)  # nothing of what does not change
     merged = exported(settings.out, tmp_path / "out")
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
     assert difference(stock_logits(merged, sample), after) < 2e-6

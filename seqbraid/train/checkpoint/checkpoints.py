@@ -81,6 +81,8 @@ class Checkpoints:
         keep: how many of the newest to keep; `best` and the one being loaded are kept besides.
         asynchronous: write in a thread while training goes on; otherwise `save` returns when it is published.
         on_error: whether a failed write stops the run with a `CheckpointError` or is reported as `Failed`.
+        base: what identifies the weights that the frozen parameters have. They are then not saved, and a load
+            wants a model that has them already. Everything is saved when left out.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Checkpoints:
         keep: int = 2,
         asynchronous: bool = True,
         on_error: Literal["stop", "continue"] = "stop",
+        base: str | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: the newest checkpoint is what a resume needs")
@@ -101,6 +104,7 @@ class Checkpoints:
         self.keep = keep
         self.asynchronous = asynchronous
         self.on_error = on_error
+        self.base = base
         self._job: _Job | None = None
         self._events: list[Published | Failed] = []
         self._loading: set[str] = set()
@@ -204,7 +208,9 @@ class Checkpoints:
             index, saved = self._open(path, lambda number, _: number % self.mesh.world_size == self.mesh.rank)
             state: dict[Tensor, dict[str, Any]] = {}
             with self._together():
-                tensors, prefixes = model_tensors(model), ["model."]
+                base = saved.get("base")
+                self._check_base(path, base)
+                tensors, prefixes = model_tensors(model, frozen=base is None), ["model."]
                 if optimizer is not None:
                     if saved["optimizer"] is None:
                         raise ValueError(f"{path} was saved without an optimizer")
@@ -252,14 +258,23 @@ class Checkpoints:
     ) -> tuple[list[bytes | memoryview], str]:
         """Copy all parts of this rank to host memory; gives its file and the text of `state.json`."""
         check_json(state, "state")
-        tensors, record = model_tensors(model), None
+        tensors, record = model_tensors(model, frozen=self.base is None), None
         if optimizer is not None:
             more, record = optimizer_tensors(model, optimizer, optimizer.state)
             tensors |= more
         tensors |= {rank_key(self.mesh.rank, name): tensor for name, tensor in own.items()}
         staged = stage_tensors(tensors, self._memory, self.mesh.rank, self.mesh.world_size)
-        text = json.dumps({"state": state, "optimizer": record, "world_size": self.mesh.world_size})
+        world_size = self.mesh.world_size
+        text = json.dumps({"state": state, "optimizer": record, "base": self.base, "world_size": world_size})
         return [staged.header, staged.payload], text
+
+    def _check_base(self, path: Path, saved: str | None) -> None:
+        """What was saved without its frozen parameters is worth nothing on top of others."""
+        if saved is not None and saved != self.base:
+            raise ValueError(
+                f"{path} holds what was trained on top of the weights {saved}, and the model's are "
+                f"{self.base or 'unknown'}; give the checkpoint that the run started from"
+            )
 
     def _make_folder(self, name: str) -> OSError | None:
         fresh = self.folder / f"{name}.tmp"

@@ -22,18 +22,23 @@ from ...parallelize.weights import plain_name
 from .index import DTYPES, Index
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers as they lie on this rank; tied ones once."""
+def model_tensors(model: nn.Module, frozen: bool = True) -> dict[str, Tensor]:
+    """Parameters, frozen ones only if asked for, and persistent buffers as they lie on this rank; tied ones
+    once.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward without a backward, the root's parameters are still gathered
     every = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    aliases = every - _parameters(model).keys()
+    named = _parameters(model)
+    left_out = every - named.keys()
+    if not frozen:
+        left_out |= {name for name, parameter in named.items() if not parameter.requires_grad}
     found = {}
     for name, tensor in get_model_state_dict(model).items():
         if not isinstance(tensor, Tensor):
             raise ValueError(f"the model's {name} is a {type(tensor).__name__}; a checkpoint holds tensors")
-        if name not in aliases:
+        if name not in left_out:
             found[f"model.{name}"] = tensor
     return found
 
