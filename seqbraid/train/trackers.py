@@ -127,7 +127,9 @@ def _run_id(folder: Path, service: str, new: Callable[[], str]) -> str:
     known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if service not in known:
         known[service] = new()
-        path.write_text(json.dumps(known) + "\n", encoding="utf-8")
+        fresh = path.with_name(f"{path.name}.tmp")
+        fresh.write_text(json.dumps(known) + "\n", encoding="utf-8")
+        fresh.replace(path)
     return known[service]
 
 

@@ -90,6 +90,7 @@ class Trainer:
         """Steps that are done."""
         self.progress = 0.0
         self.best: dict[str, Any] = {}
+        self.best_before: dict[str, Any] = {}
         if last is not None:
             self._resume(last)
         self._describe()
@@ -186,6 +187,7 @@ class Trainer:
             metrics = {**metrics, **found}
             improved = found["eval_loss"] < self.best.get("eval_loss", math.inf)
             if improved:
+                self.best_before = self.best
                 self.best = {"step": self.step, "eval_loss": found["eval_loss"]}
         with raised_by_all(self.mesh.cpu_group):
             self.sinks.log(self.step, metrics)
@@ -227,6 +229,8 @@ class Trainer:
                     self.sinks.event("checkpoint", step=event.step, seconds=event.seconds)
                 else:
                     self.sinks.event("checkpoint failed", step=event.step, reason=event.reason)
+                    if self.best.get("step") == event.step:  # nobody can have it
+                        self.best = self.best_before
 
     def _last(self) -> Path | None:
         last = self.checkpoints.last()

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from seqbraid.train.checkpoint.checkpoints import Checkpoints
+from seqbraid.train.checkpoint.checkpoints import Checkpoints, Failed
 from seqbraid.train.config import CheckpointConfig, MeshConfig, TrainConfig
+from seqbraid.train.log import Sinks
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
 from tests.ranks import errors, run
@@ -115,3 +116,16 @@ def test_the_best_of_a_run_may_fail_too(examples: Path, tmp_path: Path) -> None:
         assert (out / "checkpoints" / "best").read_text() == "step-00000006\n"
         mesh = make_mesh(replace(now, mesh=MeshConfig()))
         assert Checkpoints(out / "checkpoints", mesh).last() == out / "checkpoints" / "step-00000006"
+
+
+def test_a_best_that_could_not_be_saved_is_none(examples: Path, tmp_path: Path) -> None:  # noqa: F811
+    alone = config(examples, tmp_path, "tiny:qwen3")
+    trainer = Trainer(alone, make_mesh(alone))
+    trainer.sinks = Sinks()
+    before, best = {"step": 2, "eval_loss": 1.5}, {"step": 3, "eval_loss": 1.25}
+    trainer.best_before, trainer.best = before, best
+    trainer._report([Failed(2, "the disk is full")])
+    assert trainer.best == best
+    trainer._report([Failed(3, "the disk is full")])
+    assert trainer.best == before
+    trainer.loader.close()
