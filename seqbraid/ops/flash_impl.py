@@ -56,8 +56,12 @@ def use_flash_attention(name: str | None) -> None:
     `"kernels-community/flash-attn3"`, what transformers loads under that name. A model that was loaded with
     such an `attn_implementation` says it by itself.
     """
-    if name not in (None, "torch"):
-        assert name is not None
+    if name is not None and name != "torch":
+        if not names_flash_impl(name) and "/" not in name:
+            raise ValueError(
+                f"{name!r} is no implementation of attention blocks; use 'torch', 'flash_attention_3', "
+                "'flash_attention_4' or a kernel of the hub as 'owner/name'"
+            )
         _loaded(name)
     _Wish.name = name
 

@@ -158,6 +158,9 @@ class TrainConfig:
     precision: Literal["float32", "mixed", "bfloat16"] = "mixed"
     """`mixed`: float32 parameters, bfloat16 compute; `bfloat16`: bfloat16 parameters with float32 master
     weights in the optimizer."""
+    attention: str = "auto"
+    """What computes attention on a GPU: `auto` takes FlashAttention-4 or -3 where installed, `torch` what
+    torch has, `flash_attention_3`, `flash_attention_4` or a kernel of the hub (`owner/name`) that one."""
     gated_delta: Literal["auto", "states", "heads"] = "auto"
     """How gated-delta layers talk over `ring × ulysses`."""
     freeze: list[str] = field(default_factory=list)

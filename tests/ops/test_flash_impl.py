@@ -230,6 +230,10 @@ def test_an_installed_package_that_fails_is_left_alone(load: Any) -> None:
 
 
 def test_what_cannot_be_had_is_refused_when_it_is_asked_for(load: Any) -> None:
+    with pytest.raises(
+        ValueError, match="'eager' is no implementation of attention blocks; use 'torch', 'flash"
+    ):
+        use_flash_attention("eager")
     with pytest.raises(ValueError, match=r"'flash_attention_4' cannot be loaded .*install flash-attn-4"):
         use_flash_attention("flash_attention_4")
     load("kernels-community/vllm-flash-attn3", with_functions(ModuleType("stand_in_without_backward")))

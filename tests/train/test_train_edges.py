@@ -322,6 +322,7 @@ TROUBLE: dict[str, tuple[Callable[[TrainConfig], None], dict[str, Any], str]] = 
     "a sink that the first rank opens": (train, {"log": LogConfig(sinks=["nowhere"])}, "nowhere"),
     "a log that the first rank writes": (_with_a_full_disk, {}, "no space left"),
     "a folder that the first rank makes": (train, {"out": "/proc/none"}, "/proc/none"),
+    "attention that is not installed": (train, {"attention": "flash_attention_3"}, "cannot be loaded"),
 }
 
 
