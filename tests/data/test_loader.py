@@ -138,9 +138,16 @@ def test_a_state_of_other_data_or_settings_is_refused() -> None:
         ({"rows_per_step": 4}, "rows_per_step=3 but this loader has rows_per_step=4"),
         ({"source": records(36)}, "num_samples=37 but this loader has num_samples=36"),
         ({"over_long": "drop"}, "over_long='error' but this loader has over_long='drop'"),
+        ({"row_tokens": 64}, "row_tokens=32 but this loader has row_tokens=64"),
+        ({"buffer_size": 9}, "buffer_size=8 but this loader has buffer_size=9"),
+        ({"shuffle": False}, "shuffle=True but this loader has shuffle=False"),
     ]:
         with pytest.raises(ValueError, match=message):
             loader(**options).load_state_dict(state)
+    edited = ListSource(records(37), fingerprint="as many other records")
+    other = Loader(edited, ToyEncoder, Mesh(), row_tokens=32, rows_per_step=3, buffer_size=8, epochs=2)
+    with pytest.raises(ValueError, match="source='toy' but this loader has source='as many other records'"):
+        other.load_state_dict(state)
     with pytest.raises(RuntimeError, match="has begun already"):
         one.load_state_dict(state)
 
@@ -171,6 +178,8 @@ def differing(what: str) -> None:
     rank = int(os.environ["RANK"])
     if what == "data":
         loader(Mesh(dp_shard=2), records(37 + rank))
+    elif what == "epochs":
+        loader(Mesh(dp_shard=2), epochs=2 + rank)
     elif what == "state":
         state = loader(Mesh(dp_shard=2)).state_dict()
         loader(Mesh(dp_shard=2)).load_state_dict({**state, "done": rank})
@@ -187,6 +196,8 @@ def differing(what: str) -> None:
 def test_ranks_that_do_not_agree_stop_together() -> None:
     for raised in ranks.errors(differing, 2, "data"):
         assert "rank 1 has num_samples=38 but rank 0 has 37" in raised.message
+    for raised in ranks.errors(differing, 2, "epochs"):
+        assert "rank 1 has epochs=3 but rank 0 has 2" in raised.message
     for raised in ranks.errors(differing, 2, "state"):
         assert "rank 1 has state=" in raised.message
     for raised in ranks.errors(differing, 2, "worker", limit=120.0):
@@ -211,6 +222,31 @@ def test_a_source_of_which_nothing_can_be_used_is_an_error() -> None:
             list(loader(source=source, on_bad_sample="skip", epochs=None))
     with pytest.raises(ValueError, match="the source is empty"):
         Loader(ListSource([]), ToyEncoder, Mesh(), row_tokens=8, rows_per_step=1)
+
+
+def test_a_step_says_where_its_samples_are_from_without_those_that_were_skipped() -> None:
+    steps = list(loader(source=records(37, FATES), on_bad_sample="skip"))
+    for step in steps:
+        assert step.where == [[f"toy.jsonl:{i + 1}" for i in row] for row in ids(step.rows)]
+    assert sum(len(row) for step in steps for row in step.where) == 2 * (37 - 4)
+
+
+def test_a_source_that_cannot_be_encoded_is_found_out_by_a_run_that_goes_on_too() -> None:
+    options: dict[str, Any] = {
+        "source": records(6, dict.fromkeys(range(6), "body")), "on_bad_sample": "skip", "epochs": None,
+        "rows_per_step": 1, "row_tokens": 20, "buffer_size": 1, "prefetch_steps": 0,
+    }  # fmt: skip
+    seen = 0
+    state = None
+    with pytest.raises(ValueError, match="could be encoded"):
+        while True:
+            mine = loader(**options)
+            if state is not None:
+                mine.load_state_dict(state)
+            assert not next(mine).samples
+            state, seen = mine.state_dict(), seen + 1
+            assert seen < 6, "six samples were tried"
+    assert seen
 
 
 def test_over_long_text_is_cut_and_over_long_media_are_bad() -> None:
@@ -257,6 +293,25 @@ def test_progress_goes_from_nothing_to_all() -> None:
         assert one.progress() == seen / 74
     assert seen == 74
     assert loader(epochs=None).progress() is None
+
+
+class SlowAtFirst(ToyEncoder):
+    """An encoder that takes long for its first sample."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.2
+
+    def encode(self, record: dict[str, Any]) -> dict[str, Any]:
+        sleep(self.seconds)
+        self.seconds = 0.0
+        return super().encode(record)
+
+
+def test_a_step_waits_for_its_own_samples_alone() -> None:
+    slow = Loader(ListSource(records(37)), SlowAtFirst, Mesh(), row_tokens=32, rows_per_step=3, epochs=2)
+    start = monotonic()
+    waits = [step.wait_s for step in slow]
+    assert 0.2 <= sum(waits) <= monotonic() - start
 
 
 # --- workers

@@ -93,6 +93,17 @@ def test_an_unknown_key_in_the_file_is_refused_with_the_nearest_name(
         (["--lora.rank=4", "--freeze=[vision]"], "lora"),
         (["--model="], "model is empty"),
         (["--train.steps=null", "--train.epochs=1", "--train.warmup=5"], "share below 1"),
+        (["--train.lr=-1e-5"], "train.lr=-1e-05"),
+        (["--train.warmup=-1"], "train.warmup=-1"),
+        (["--train.final_lr=1.5"], "train.final_lr=1.5"),
+        (["--train.weight_decay=-0.1"], "train.weight_decay=-0.1"),
+        (["--train.beta1=1"], "beta1=1"),
+        (["--train.beta2=-0.5"], "beta2=-0.5"),
+        (["--lora.rank=-1"], "lora.rank=-1"),
+        (["--log.every=0"], "log.every=0"),
+        (["--checkpoint.every=0"], "checkpoint.every=0"),
+        (["--checkpoint.keep=0"], "checkpoint.keep=0"),
+        (["--data.prefetch_steps=0"], "data.prefetch_steps=0"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(path: Path, options: list[str], message: str) -> None:
@@ -131,5 +142,11 @@ def test_rates_rise_and_fall() -> None:
     assert rates[55] == pytest.approx(0.55) and 0.1 < rates[-1] < 0.101
     steps = StepConfig(steps=100, lr=1.0, warmup=10, schedule="cosine", final_lr=0.1)
     assert [learning_rate(steps, step / 100, (step + 1) / 100) for step in range(100)] == pytest.approx(rates)
+    linear = StepConfig(steps=4, lr=1.0, warmup=0, schedule="linear", final_lr=0.2)
+    assert [learning_rate(linear, step / 4, (step + 1) / 4) for step in range(4)] == pytest.approx(
+        [1.0, 0.8, 0.6, 0.4]
+    )
+    longer = StepConfig(steps=4, lr=1.0, warmup=8)  # a warm-up ends with the run, if not before
+    assert [learning_rate(longer, step / 4, (step + 1) / 4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     constant = StepConfig(steps=4, lr=3.0, warmup=0, schedule="constant")
     assert learning_rate(constant, 0, 0.25) == learning_rate(constant, 0.75, 1.0) == 3.0

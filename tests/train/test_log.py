@@ -208,3 +208,6 @@ def test_memory_is_the_peak_of_the_process() -> None:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kib = int(status["VmHWM"].split()[0])
     assert peak_memory(torch.device("cpu")) == pytest.approx(1024 * kib, rel=0.02)
+    counts = {"tokens": 1, "label_tokens": 1, "physical_tokens": 1}
+    found = StepMeter(1).step(loss=1.0, grad_norm=1.0, lr=1.0, data_wait_s=0.0, **counts)
+    assert found["memory_gib"] == pytest.approx(kib / 2**20, rel=0.02)

@@ -36,6 +36,33 @@ def test_matrices_decay_and_vectors_do_not() -> None:
         make_optimizer(frozen, CONFIG)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_two_steps_by_hand(kind: torch.dtype) -> None:
+    """Every setting is unlike its default, and eps is as large as the gradients."""
+    settings = StepConfig(lr=0.25, weight_decay=0.5, beta1=0.75, beta2=0.5, eps=2.0)
+    module = nn.Linear(1, 1, bias=False).to(kind)
+    with torch.no_grad():
+        module.weight.fill_(4.0)
+    optimizer = make_optimizer(module, settings)
+    weight, first, second = 4.0, 0.0, 0.0
+    for step, gradient in ((1, 3.0), (2, -1.0)):
+        module.weight.grad = torch.full_like(module.weight, gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+        first = 0.75 * first + 0.25 * gradient
+        second = 0.5 * second + 0.5 * gradient**2
+        move = first / (1 - 0.75**step) / ((second / (1 - 0.5**step)) ** 0.5 + 2.0)
+        weight -= 0.25 * (0.5 * weight + move)
+    assert module.weight.item() == pytest.approx(weight, rel=1e-6 if kind == torch.float32 else 4e-3)
+
+
+def test_clipping_never_makes_a_gradient_larger() -> None:
+    for largest, wanted in ((10.0, [3.0, 4.0]), (5.0, [3.0, 4.0]), (None, [3.0, 4.0]), (1.0, [0.6, 0.8])):
+        gradients = [torch.tensor([3.0]), torch.tensor([4.0])]
+        clip_gradients(gradients, 5.0, largest)
+        assert torch.cat(gradients).tolist() == pytest.approx(wanted), largest
+
+
 def test_master_weights_step_as_float32_ones_do() -> None:
     """Small steps would be lost in bfloat16; parameters are the float32 ones rounded, after every step."""
     wide, narrow = model().bfloat16().float(), model().bfloat16()

@@ -268,6 +268,9 @@ def test_a_resume_that_would_mean_another_run_is_refused(shapes: Path, alone: Pa
     for changes, message in (
         ({"model": "tiny:qwen3_5"}, "model"),
         ({"seed": 1}, "seed"),
+        ({"precision": "mixed"}, "precision='float32', not 'mixed'"),
+        ({"lora": LoraConfig(rank=4)}, "was trained with lora="),
+        ({"freeze": ["vision"]}, r"freeze=\[\], not \['vision'\]"),
         ({"resume": "never"}, "resume is 'never'"),
         ({"data": replace(config(shapes, alone).data, row_tokens=512)}, "row_tokens"),
     ):

@@ -142,7 +142,7 @@ def everything(config: TrainConfig) -> tuple[Any, ...]:
 
 
 def assert_same_curves(found: TrainConfig, wanted: TrainConfig) -> None:
-    for key in ("loss", "grad_norm", "lr", "label_tokens", "eval_loss"):
+    for key in ("loss", "grad_norm", "lr", "tokens", "label_tokens", "epoch", "eval_loss"):
         assert logged(found, key) == pytest.approx(logged(wanted, key), rel=1e-5), key
 
 
