@@ -1,7 +1,5 @@
 """`python -m seqbraid`, the same as `seqbraid`."""
 
-import sys
+from .cli import entry
 
-from .cli import main
-
-sys.exit(main())
+entry()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Commands = Any
 """Where argparse keeps subcommands; the class has no public name."""
@@ -19,7 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="seqbraid", description="Long packed sequences over many devices, exactly."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-
     for add in (_add_layout, _add_verify, _add_demo, _add_train, _add_export, _add_report):
         add(commands)
     args, rest = parser.parse_known_args(argv)
@@ -33,6 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"seqbraid {args.command}: {error}", file=sys.stderr)
         return 2
     return status
+
+
+def entry() -> NoReturn:
+    """`main` as a process of its own.
+
+    A rank of a job ends here and now: threads of its process groups may still give tensors back, and where
+    that meets the interpreter's own end, CPython 3.11 to 3.13 abort a process that has done all its work.
+    """
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        os._exit(status)
+    sys.exit(status)
 
 
 def _lengths(text: str) -> list[int]:
@@ -208,4 +222,4 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()

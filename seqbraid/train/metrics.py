@@ -62,7 +62,7 @@ class StepMeter:
             data_wait_s: how long the step waited for its samples.
             flops: what the model's arithmetic needed (`flops.ModelFlops.step`).
             correct_tokens: labels that had the largest logit.
-            epoch: passes over the data, the present one as a fraction.
+            epoch: passes over the data that are complete.
         """
         now = time.perf_counter()
         seconds = max(now - self._began, 1e-9)  # clocks tick coarsely

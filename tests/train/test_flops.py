@@ -36,6 +36,14 @@ def decoder_count(model: Any) -> dict[str, int]:
     return counted(lambda: model(input_ids=ids, use_cache=False).logits)
 
 
+def products_beside_pairs(model: Any) -> tuple[int, int]:
+    """None, or positions times frequencies: some versions of transformers make that a product of matrices."""
+    sizes = [
+        x.numel() for name, x in model.named_buffers() if name.endswith("inv_freq") and "original" not in name
+    ]
+    return 0, 2 * TOKENS * sum(sizes)
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *EXACT])
 def test_every_matrix_is_counted_as_torch_counts_it(family: str) -> None:
     model = tiny_model(family) if family in FAMILIES else build(family, EXACT[family])
@@ -47,7 +55,7 @@ def test_every_matrix_is_counted_as_torch_counts_it(family: str) -> None:
         channels, width = 2 * 2 * size + heads * size, GATED_DELTA["linear_conv_kernel_dim"]
         linear -= 3 * 3 * (6 * heads * size * size + 2 * channels * width) * TOKENS
     else:
-        assert sum(ours.pair.values()) * TOKENS**2 == found["bmm"]
+        assert found["bmm"] - sum(ours.pair.values()) * TOKENS**2 in products_beside_pairs(model)
     assert linear == found["mm"] + found.get("addmm", 0)
 
 
@@ -61,7 +69,7 @@ def test_frozen_matrices_have_no_gradient_of_their_own() -> None:
     model.lm_head.requires_grad_(True)
     found, ours = decoder_count(model), ModelFlops.of(model)
     assert ours.step([[TOKENS]]) - sum(ours.pair.values()) * seen_keys(TOKENS) == found["mm"]
-    assert sum(ours.pair.values()) * TOKENS**2 == found["bmm"]
+    assert found["bmm"] - sum(ours.pair.values()) * TOKENS**2 in products_beside_pairs(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_omni"])
