@@ -114,8 +114,7 @@ def _check_finite(media: Sequence[MediaInput]) -> None:
         if not payload.isfinite().all():
             raise ValueError(
                 f"sample {item.sample}: {item.kind} {item.index} holds NaN or infinity; leave it out or "
-                "decode "
-                "it again"
+                "decode it again"
             )
 
 

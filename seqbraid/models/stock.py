@@ -26,8 +26,7 @@ def read_config(folder: Path) -> Any:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{folder} brings code of its own for a model that transformers {transformers.__version__} "
-                "does "
-                "not have; such code is never run"
+                "does not have; such code is never run"
             ) from None
         raise ValueError(f"{folder}/config.json cannot be read: {error}") from None
 

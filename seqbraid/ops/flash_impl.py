@@ -140,10 +140,10 @@ def _loaded(name: str) -> FlashImpl:
     except (ImportError, ValueError, OSError) as error:
         raise ValueError(
             f"{name!r} cannot be loaded ({type(error).__name__}: {error}); install flash-attn-4 or "
-            "flash-attn-3, "
-            'or use "torch"'
+            "flash-attn-3, or use 'torch'"
         ) from error
-    module = sys.modules[varlen.__module__]
+    # Some kernels of the hub have no varlen function at all.
+    module = sys.modules.get(getattr(varlen, "__module__", ""))
     for forward, backward, lower in (
         (_forward_4, _backward_4, ("_flash_attn_fwd", "_flash_attn_bwd")),
         (_forward_3, _backward_3, ("_flash_attn_forward", "_flash_attn_backward")),
@@ -152,9 +152,9 @@ def _loaded(name: str) -> FlashImpl:
             kernels = [getattr(module, function) for function in lower]
             return FlashImpl(name, partial(forward, kernels[0]), partial(backward, kernels[1]))
     raise ValueError(
-        f"{name!r} has no forward that gives an LSE and backward that takes one ({module.__name__} has "
-        "neither "
-        'FlashAttention-3\'s nor -4\'s functions); use "flash_attention_4", "flash_attention_3" or "torch"'
+        f"{name!r} has no forward that gives an LSE and no backward that takes one, as FlashAttention-3 and "
+        "-4 "
+        "have; use 'flash_attention_4', 'flash_attention_3' or 'torch'"
     )
 
 

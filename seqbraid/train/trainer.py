@@ -244,8 +244,7 @@ class Trainer:
                 if before[name] != now[name]:
                     raise ValueError(
                         f"{last} was trained with {name}={before[name]!r}, not {now[name]!r}; set it back, "
-                        "or "
-                        "give another out"
+                        "or give another out"
                     )
         return last
 
@@ -289,8 +288,7 @@ class Trainer:
         write_step(folder, self.mesh.rank, self.model, gradients, work.batches, found, facts)
         raise NonFiniteError(
             f"step {self.step + 1}: loss {sum(found)}, gradient norm {norm}; nothing was updated. What each "
-            "rank "
-            f"was looking at is in {folder}"
+            f"rank was looking at is in {folder}"
         )
 
 

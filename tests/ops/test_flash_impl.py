@@ -237,8 +237,12 @@ def test_what_cannot_be_had_is_refused_when_it_is_asked_for(load: Any) -> None:
     with pytest.raises(ValueError, match=r"'flash_attention_4' cannot be loaded .*install flash-attn-4"):
         use_flash_attention("flash_attention_4")
     load("kernels-community/vllm-flash-attn3", with_functions(ModuleType("stand_in_without_backward")))
-    with pytest.raises(ValueError, match="no forward that gives an LSE"):
-        use_flash_attention("kernels-community/vllm-flash-attn3")
+    without_varlen = ModuleType("stand_in_without_varlen")
+    without_varlen.flash_attn_varlen_func = None  # type: ignore[attr-defined]
+    load("somebody/attention", without_varlen)
+    for name in ("kernels-community/vllm-flash-attn3", "somebody/attention"):
+        with pytest.raises(ValueError, match="no forward that gives an LSE"):
+            use_flash_attention(name)
 
 
 def test_nothing_of_it_on_the_cpu(load: Any) -> None:
