@@ -62,6 +62,7 @@ def make_adapter(model: PreTrainedModel) -> Adapter:
         known = ", ".join(name for family in FAMILIES for name in family.model_types)
         raise ValueError(
             f"{type(model).__name__} (model_type {model.config.model_type!r}) has parts beside its text "
-            f"decoder that we do not know; known media models are {known}; or load the text-only class of the family"
+            f"decoder that we do not know; known media models are {known}; or load the text-only class of "
+            "the family"
         )
     return MediaAdapter(model)
