@@ -28,7 +28,7 @@ from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
 from seqbraid.verify.gpu_time import gpu_time
 
 STEADY_S = 0.3
-"""A GPU is a tenth faster until it has reached its power limit, so everything is timed for this long."""
+"""What is short runs faster at first than after a while, so everything is timed for this long."""
 
 
 class Times(NamedTuple):

@@ -38,8 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def entry() -> NoReturn:
     """`main` as a process of its own.
 
-    A rank of a job ends here and now: threads of its process groups may still give tensors back, and where
-    that meets the interpreter's own end, CPython 3.11 to 3.13 abort a process that has done all its work.
+    A rank of a job ends here and now. Left to the interpreter's own end, a few in a hundred aborted there
+    after all their work was done, and torchrun would start them again; probably threads of process groups
+    that still give tensors back.
     """
     status = main()
     sys.stdout.flush()

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .blocks import BlockPlan, num_rows
+from .blocks import BlockPlan
 from .merge import Rows, merge_rows
 from .streams import side_by_side
 
@@ -26,7 +26,7 @@ def block_attention(
     groups = plan.groups(q_THD, v_SGD)
     results = side_by_side([partial(group.forward, q_THD, k_SGD, v_SGD, scale) for group in groups], q_THD)
     for group, (out, lse) in zip(groups, results, strict=True):
-        lse_HT[:, group.q_rows] = lse[:, : num_rows(group.q_rows)]
+        lse_HT[:, group.q_rows] = lse
         outs.append((group.q_rows, out))
     return _placed(outs, q_THD[..., : v_SGD.shape[2]], plan.q_ranges), lse_HT
 
@@ -44,8 +44,7 @@ def merge_block_attention(
     groups = plan.groups(q_THD, v_SGD)
     results = side_by_side([partial(group.forward, q_THD, k_SGD, v_SGD, scale) for group in groups], q_THD)
     for group, (out, lse) in zip(groups, results, strict=True):
-        n = num_rows(group.q_rows)
-        merge_rows(out_THD, lse_HT, group.q_rows, out[:n], lse[:, :n])
+        merge_rows(out_THD, lse_HT, group.q_rows, out, lse)
 
 
 def block_attention_backward(
@@ -72,7 +71,7 @@ def block_attention_backward(
         if dq_THD is None:
             dqs.append((group.q_rows, dq))
         else:
-            _add_rows(dq_THD, group.q_rows, dq[: num_rows(group.q_rows)])
+            _add_rows(dq_THD, group.q_rows, dq)
         dks.append((group.k_rows, dk))
         dvs.append((group.k_rows, dv))
     if dq_THD is None:
@@ -81,16 +80,13 @@ def block_attention_backward(
 
 
 def _placed(parts: list[tuple[Rows, Tensor]], like: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
-    """Parts of a tensor put to their rows, which no two of them share; rows outside the ranges get 0.
-
-    A part may have more rows than it has places, with nothing of worth in them.
-    """
+    """Parts of a tensor put to their rows, which no two of them share; rows outside the ranges get 0."""
     if len(parts) == 1 and len(parts[0][1]) == len(like) and isinstance(parts[0][0], slice):
         placed = parts[0][1]
     else:
         placed = like.new_empty(like.shape)
         for rows, part in parts:
-            placed[rows] = part[: num_rows(rows)]
+            placed[rows] = part
     end = 0
     for start, stop in [*ranges, (len(like), len(like))]:
         if start > end:
@@ -107,7 +103,7 @@ def _summed(parts: list[tuple[Rows, Tensor]], like: Tensor, plan: BlockPlan) -> 
         return _placed(parts, like, plan.k_ranges)
     total = torch.zeros_like(like)
     for rows, part in parts:
-        _add_rows(total, rows, part[: num_rows(rows)])
+        _add_rows(total, rows, part)
     return total
 
 

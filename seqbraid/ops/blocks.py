@@ -161,29 +161,17 @@ class VarlenGroup(NamedTuple):
         )
 
     def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows, perhaps with more rows behind
-        them that hold nothing.
-        """
-        q, k, v = self._take(q_THD, self.q_rows), k_SGD[self.k_rows], v_SGD[self.k_rows]
+        """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows."""
+        q, k, v = q_THD[self.q_rows], k_SGD[self.k_rows], v_SGD[self.k_rows]
         return self.impl.forward(q, k, v, self.shape, scale)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the group's query, key and value rows, perhaps with more rows behind them, as in
-        `forward`.
-        """
-        dout, q, out, lse = (self._take(x, self.q_rows) for x in (dout, q, out, lse_HT.T))
-        k, v = (self._take(x, self.k_rows) for x in (k, v))
-        return self.impl.backward(dout, q, k, v, out, lse.T.contiguous(), self.shape, scale)
-
-    def _take(self, x: Tensor, rows: Rows) -> Tensor:
-        """These rows; or all, where they are the first and nearly all. Kernels leave alone what no block is
-        in, and their results then need not be copied into a tensor that is a little longer.
-        """
-        if self.impl is TORCH or not isinstance(rows, slice) or rows.start or len(x) > 1.05 * rows.stop:
-            return x[rows]
-        return x
+        """Gradients of the group's query, key and value rows."""
+        dout, q, out = (x[self.q_rows] for x in (dout, q, out))
+        k, v, lse = k[self.k_rows], v[self.k_rows], lse_HT[:, self.q_rows].contiguous()
+        return self.impl.backward(dout, q, k, v, out, lse, self.shape, scale)
 
 
 def num_rows(rows: Rows) -> int:
