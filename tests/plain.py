@@ -61,10 +61,11 @@ def varlen_forward(
     v: Tensor,
     shape: VarlenShape,
     scale: float,
+    place: Tensor | None = None,
     sees: Callable[[VarlenShape], DenseShape] = seen,
 ) -> tuple[Tensor, Tensor]:
-    """A varlen kernel in plain maths, which writes to the rows of blocks alone."""
-    out, lse = _nowhere(q), _nowhere(q[..., 0].T)
+    """A varlen kernel in plain maths, which writes to the rows of blocks alone, and to a place if given."""
+    out, lse = _nowhere(q) if place is None else place.fill_(torch.nan), _nowhere(q[..., 0].T)
     for rows, keys, mask in _varlen_blocks(shape, sees):
         tensors = (x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys]))
         found, found_lse = math_forward(*tensors, mask, scale)
@@ -73,10 +74,15 @@ def varlen_forward(
 
 
 def varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: VarlenShape, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: VarlenShape, scale: float,
+    *places: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Its backward, likewise."""
-    dq, dk, dv = (_nowhere(x) for x in (q, k, v))
+    given = places or (None, None, None)
+    dq, dk, dv = (
+        _nowhere(x) if place is None else place.fill_(torch.nan)
+        for x, place in zip((q, k, v), given, strict=True)
+    )
     for rows, keys, mask in _varlen_blocks(shape, seen):
         tensors = (x.transpose(0, 1)[None] for x in (dout[rows], q[rows], k[keys], v[keys], out[rows]))
         found = math_backward(*tensors, lse[None, :, rows], mask, scale)

@@ -4,21 +4,20 @@ long.
 Cut mirrored around its middle, a sequence of length L costs a rank L/2 pairs per token it holds, however wide
 the rank's share is. So only the sequences that are too dear or too long for one rank are cut, over as few
 ranks as will carry them; the others go whole, longest first, to the rank that has least to do. What fits
-nowhere in the end is cut to fill the ranks up. Then ranks trade whole sequences until they are level. Rows of
-so few sequences that this does not level them are shared out by density instead (`density.py`).
+nowhere in the end is cut to fill the ranks up. Then ranks trade until they are level (`trade.py`). Rows of so
+few sequences that this does not level them are shared out by density instead (`density.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
 
 from .density import share_by_density
 from .placement import ROUND, Balance, Placement, causal_cost
+from .trade import trade
 
 TOLERANCE = 1.01
 """Accept a placement that cuts nothing, and pads instead, up to this much over the mean of tokens."""
@@ -27,14 +26,17 @@ COST_TOLERANCE = 1.03
 """… and up to this much over the mean of attention cost."""
 
 SLACK = 0.0025
-"""Where sequences are cut, ranks may be filled this much over the mean, so that no crumbs are cut off."""
+"""Where sequences are cut, ranks may be filled this much over the mean: no crumbs are cut off, and there is
+something to trade with."""
 
-SHARES = (0.95, 0.6, 0.4, 0.25)
+SHARES = (0.95, 0.75, 0.6, 0.5, 0.4, 0.25)
 """Tried in turn: the largest part of a rank's mean cost that one sequence may have on it."""
 
-TRADES, TRADERS, TRADED, WORTHWHILE = 40, 3, 12, 1e-3
-"""How often ranks trade, with how many others the dearest one tries to, how many of its sequences it offers,
-and what part of its cost it must save."""
+TRADING = 4
+"""How many of these are made level by trading before the best is chosen."""
+
+CLEARLY = 0.95
+"""Sharing by density cuts anywhere, which the fastest kernels do not want: it must be this much better."""
 
 
 def balance(lengths: Sequence[int], ring: int, ulysses: int) -> Balance:
@@ -45,14 +47,12 @@ def balance(lengths: Sequence[int], ring: int, ulysses: int) -> Balance:
     uncut = _uncut(lengths, order, ring * ulysses)
     if uncut is not None:
         return uncut
-    tried = [
-        _place(lengths, order, ring, ulysses, share, slack) for share in SHARES for slack in (0.0, SLACK)
-    ]
-    tried.sort(key=Placement.time)
-    for placement in tried[:2]:
-        _trade(placement)
-    best = min(tried[:2], key=Placement.time)
-    return best.finished() if best.is_level() else share_by_density(lengths, order, ring, ulysses)
+    tried = sorted((_place(lengths, order, ring, ulysses, share) for share in SHARES), key=Placement.time)
+    for placement in tried[:TRADING]:
+        trade(placement)
+    best = min(tried[:TRADING], key=Placement.time)
+    by_density = Placement.of(share_by_density(lengths, order, ring, ulysses), lengths, ring, ulysses)
+    return (by_density if by_density.time() < CLEARLY * best.time() else best).finished()
 
 
 def _uncut(lengths: Sequence[int], order: list[int], num_ranks: int) -> Balance | None:
@@ -73,19 +73,17 @@ def _uncut(lengths: Sequence[int], order: list[int], num_ranks: int) -> Balance 
     return Balance(tuple(tuple(sorted(items)) for items in whole), {}, (0,) * num_ranks)
 
 
-def _place(
-    lengths: Sequence[int], order: list[int], ring: int, ulysses: int, share: float, slack: float
-) -> Placement:
+def _place(lengths: Sequence[int], order: list[int], ring: int, ulysses: int, share: float) -> Placement:
     """Cut what costs more than a `share` of the mean, keep the others whole, fill up with what is left."""
     num_ranks = ring * ulysses
     capacity = -(-sum(lengths) // num_ranks)
-    placement = Placement(lengths, ring, ulysses, capacity + int(slack * capacity))
+    placement = Placement(lengths, ring, ulysses, capacity + int(SLACK * capacity))
     limit = share * sum(map(causal_cost, lengths)) / num_ranks
     left = []
     for i in order:
         if lengths[i] > placement.capacity or causal_cost(lengths[i]) > limit:
             parts = max(causal_cost(lengths[i]) / limit, lengths[i] / placement.capacity) / ulysses
-            widths = _widths(placement, i, max(1, int(np.ceil(parts))))
+            widths = _widths(placement, i, min(int(np.ceil(parts)), ring))
             if widths is not None:
                 placement.share(i, widths)
                 continue
@@ -96,8 +94,9 @@ def _place(
     for i in left:
         placement.share(i, _filling(placement, i))
     if ulysses == 1:  # a sequence shared with nobody is whole after all
-        for i in [i for i, widths in placement.shares.items() if len(widths) == 1]:
-            _take_home(placement, i)
+        for i, widths in [(i, widths) for i, widths in placement.shares.items() if len(widths) == 1]:
+            placement.share(i, placement.shares[i], times=-1)
+            placement.keep(i, *widths)
     return placement
 
 
@@ -105,7 +104,7 @@ def _widths(placement: Placement, sequence: int, parts: int) -> dict[int, int] |
     """Near-equal parts of a sequence on the ring ranks that have least to do, as few as have room."""
     length, room_R = placement.lengths[sequence], placement.room_R
     by_load = placement.load_R.argsort(kind="stable")
-    for count in range(parts, len(room_R) + 1):
+    for count in range(min(parts, length), min(len(room_R), length) + 1):
         widths = _near_equal(length, count)
         ranks = [int(r) for r in by_load if room_R[r] >= max(widths)][:count]
         if len(ranks) == count:
@@ -135,71 +134,3 @@ def _filling(placement: Placement, sequence: int) -> dict[int, int]:
         room_R[ring_rank] -= width
         needed -= width
     return widths
-
-
-def _take_home(placement: Placement, sequence: int) -> None:
-    (rank,) = placement.shares.pop(sequence)
-    length = placement.lengths[sequence]
-    placement.shared_R[rank] -= length
-    placement.shared_cost_R[rank] -= causal_cost(length)
-    placement.keep(sequence, rank)
-
-
-class _Offers(NamedTuple):
-    """Sets of up to two of a rank's whole sequences, with their tokens and costs."""
-
-    sets: list[tuple[int, ...]]
-    tokens: np.ndarray
-    costs: np.ndarray
-
-    @staticmethod
-    def of(placement: Placement, rank: int) -> _Offers:
-        lengths = placement.lengths
-        items = sorted(placement.whole[rank], key=lambda i: (-lengths[i], i))
-        if len(items) > TRADED:  # long and short ones alike
-            items = [items[i * len(items) // TRADED] for i in range(TRADED)]
-        sets = [offer for count in range(3) for offer in combinations(items, count)]
-        tokens = np.array([sum(lengths[i] for i in offer) for offer in sets])
-        costs = np.array([sum(causal_cost(lengths[i]) for i in offer) for offer in sets])
-        return _Offers(sets, tokens, costs)
-
-
-class _Trade(NamedTuple):
-    """What two ranks would give each other, and what the dearer of them would then cost."""
-
-    cost: float
-    other: int
-    given: tuple[int, ...]
-    taken: tuple[int, ...]
-
-
-def _trade(placement: Placement) -> None:
-    """Let the dearest rank trade up to two whole sequences for up to two of a cheaper one, while it helps."""
-    for _ in range(TRADES):
-        load = placement.load_RU.ravel()
-        rank = int(load.argmax())
-        trades = [_best_trade(placement, rank, int(other)) for other in load.argsort(kind="stable")[:TRADERS]]
-        best = min(trades)
-        if best.cost > (1 - WORTHWHILE) * load[rank]:
-            return
-        for source, target, items in ((rank, best.other, best.given), (best.other, rank, best.taken)):
-            for sequence in items:
-                placement.keep(sequence, source, times=-1)
-                placement.keep(sequence, target)
-
-
-def _best_trade(placement: Placement, rank: int, other: int) -> _Trade:
-    load, tokens = placement.load_RU.ravel(), placement.tokens_RU.ravel()
-    offered, wanted = _Offers.of(placement, rank), _Offers.of(placement, other)
-    more_tokens = wanted.tokens[None] - offered.tokens[:, None]
-    more_cost = wanted.costs[None] - offered.costs[:, None]
-    fits = (tokens[rank] + more_tokens <= placement.capacity) & (
-        tokens[other] - more_tokens <= placement.capacity
-    )
-    ulysses = placement.tokens_RU.shape[1]
-    if rank // ulysses != other // ulysses:
-        room_R = placement.room_R
-        fits &= (more_tokens <= room_R[rank // ulysses]) & (-more_tokens <= room_R[other // ulysses])
-    cost = np.where(fits, np.maximum(load[rank] + more_cost, load[other] - more_cost), np.inf)
-    give, take = divmod(int(cost.argmin()), len(wanted.sets))
-    return _Trade(float(cost[give, take]), other, offered.sets[give], wanted.sets[take])

@@ -169,4 +169,4 @@ def _share_out(
             tokens -= from_dense + from_sparse
             cost -= from_dense * high + from_sparse * low
     assert not remaining
-    return {i: widths for i, widths in shares.items() if widths}, costs
+    return {i: dict(sorted(widths.items())) for i, widths in shares.items() if widths}, costs

@@ -14,21 +14,21 @@ ROUND = 512
 """Long sequences are cut at multiples of this, so that the blocks of a ring have round shapes, which the
 fastest kernels want."""
 
-CUT_TOKEN = 1500.0
-"""What a token of a cut sequence costs more: its keys and values travel, two kernels instead of one see it,
-and their outputs are merged in float32. Fitted to the ranks of one packed row (that of
-`benchmarks/ring_blocks.py`) on an H200, where ranks with cut tokens took 110 to 190 ns a token longer."""
+CUT_TOKEN = 200.0
+"""What a token of a cut sequence costs more: two kernels see it, and their outputs are merged."""
+
+KEY = 250.0
+"""What a key costs the rank that receives it, its way not counted: its gradient is made there and sent back.
+
+These two are fitted to the time of ranks of four packed rows on an H200 (`benchmarks/ring_blocks.py`; forward
+and backward, 32 query and 8 key heads of 128): 140 and 260 with FlashAttention-4, 310 and 200 with cuDNN."""
 
 SHARED_TOKEN = 500.0
 """What a token costs more that changes hands inside a Ulysses group; a guess."""
 
-CUT_PIECE = 1e6
-"""What a piece of a cut sequence costs its rank more, however small: its own kernel calls and messages. A
-guess that keeps crumbs together; rows so small that this is much of their cost are led by their tokens
-instead."""
-
-LEVEL = 1.06
-"""How much more than the mean a rank may have to do."""
+CUT_PIECE = 1e5
+"""What a part of a cut sequence costs its rank more, however small: its own kernel calls, about 10 µs. Rows
+so small that this is much of their cost are led by their tokens instead."""
 
 LAYER_TOKEN = 26000.0
 """What a token costs outside attention, by the multiply-adds of an 8 B model's layer: the price of padding.
@@ -37,8 +37,8 @@ LAYER_TOKEN = 26000.0
 
 @dataclass(frozen=True)
 class Balance:
-    """A placement: `whole[rank]`, `shares[sequence][ring_rank]` in tokens, `slices[rank]` of the shared
-    tokens.
+    """A placement: `whole[rank]`, `shares[sequence][ring_rank]` in tokens, from the outermost to the
+    innermost part, `slices[rank]` of the shared tokens.
     """
 
     whole: tuple[tuple[int, ...], ...]
@@ -51,17 +51,22 @@ def causal_cost(length: int) -> int:
     return length * (length + 1) // 2
 
 
+def is_round(length: int, widths: dict[int, int]) -> bool:
+    """Whether all parts but the outermost have multiples of ROUND tokens, so that all cuts can be there."""
+    outermost, *others = widths.values()
+    return all(width % ROUND == 0 for width in (length - outermost, *others))
+
+
 def mirrored(length: int, widths: dict[int, int]) -> dict[int, list[tuple[int, int]]]:
-    """The pieces of each ring rank: two that mirror each other around the middle of the sequence.
+    """The pieces of each ring rank: two that mirror each other around the middle of the sequence; the first
+    rank has the outermost ones.
 
     Their mean position is the middle whatever their width, so a rank's attention cost is proportional to its
-    tokens. Where all widths but the outermost are multiples of ROUND, so are the cuts.
+    tokens.
     """
-    in_order = sorted(widths.items())
-    is_round = all(width % ROUND == 0 for width in (length - in_order[0][1], *(w for _, w in in_order[1:])))
-    grain = ROUND if is_round else 1
+    grain = ROUND if is_round(length, widths) else 1
     low, high, pieces = 0, length, {}
-    for ring_rank, width in in_order:
+    for ring_rank, width in widths.items():
         left = width // 2 // grain * grain
         halves = [(low, low + left), (high - (width - left), high)]
         pieces[ring_rank] = [(start, stop) for start, stop in halves if start < stop]
@@ -83,7 +88,18 @@ class Placement:
         self.shared_R = np.zeros(ring, dtype=np.int64)
         self.shared_cost_R = np.zeros(ring)
         mean = sum(map(causal_cost, lengths)) / (ring * ulysses)
-        self._piece_cost = min(CUT_PIECE, 0.03 * mean)
+        self.piece_cost = ulysses * min(CUT_PIECE, 0.03 * mean)
+
+    @staticmethod
+    def of(balance: Balance, lengths: Sequence[int], ring: int, ulysses: int) -> Placement:
+        """A finished placement, taken up again."""
+        placement = Placement(lengths, ring, ulysses, -(-sum(lengths) // (ring * ulysses)))
+        for rank, items in enumerate(balance.whole):
+            for sequence in items:
+                placement.keep(sequence, rank)
+        for sequence, widths in balance.shares.items():
+            placement.share(sequence, widths)
+        return placement
 
     @property
     def room_R(self) -> np.ndarray:
@@ -109,25 +125,26 @@ class Placement:
         self.tokens_RU[place] += times * self.lengths[sequence]
         self.cost_RU[place] += times * causal_cost(self.lengths[sequence])
 
-    def share(self, sequence: int, widths: dict[int, int]) -> None:
-        """Cut a sequence over ring ranks, whose Ulysses groups share their parts."""
-        token_cost = CUT_TOKEN if len(widths) > 1 else SHARED_TOKEN
+    def share(self, sequence: int, widths: dict[int, int], times: int = 1) -> None:
+        """Cut a sequence over ring ranks, whose Ulysses groups share their parts; or, with `times=-1`, no
+        longer.
+        """
         for ring_rank, pieces in mirrored(self.lengths[sequence], widths).items():
+            *before, (last, _) = pieces
+            keys = last - sum(stop - start for start, stop in before)
             pairs = sum(causal_cost(stop) - causal_cost(start) for start, stop in pieces)
-            extra = token_cost * widths[ring_rank] + self._piece_cost * self.cost_RU.shape[1]
-            self.shared_R[ring_rank] += widths[ring_rank]
-            self.shared_cost_R[ring_rank] += pairs + extra
-        self.shares[sequence] = widths
+            extra = (CUT_TOKEN if len(widths) > 1 else SHARED_TOKEN) * widths[ring_rank] + KEY * keys
+            self.shared_R[ring_rank] += times * widths[ring_rank]
+            self.shared_cost_R[ring_rank] += times * (pairs + extra + self.piece_cost)
+        if times > 0:
+            self.shares[sequence] = widths
+        else:
+            del self.shares[sequence]
 
     def places_for(self, sequence: int) -> np.ndarray:
         """Per rank, whether it has room for a whole sequence."""
         length = self.lengths[sequence]
         return (self.tokens_RU + length <= self.capacity) & (self.room_R >= length)[:, None]
-
-    def is_level(self) -> bool:
-        """Whether no rank has much more to do than the mean."""
-        load_RU = self.load_RU
-        return bool(load_RU.max() <= LEVEL * load_RU.mean())
 
     def time(self) -> float:
         """An estimate of the slowest rank's layer."""

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .blocks import BlockPlan
+from .blocks import BlockPlan, num_rows
 from .merge import Rows, merge_rows
 from .streams import side_by_side
 
@@ -22,13 +22,15 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of every block; returns out `[T, H, D]` and its natural-log LSE `[H, T]`."""
     lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=wide_dtype(q_THD))
-    outs = []
     groups = plan.groups(q_THD, v_SGD)
-    results = side_by_side([partial(group.forward, q_THD, k_SGD, v_SGD, scale) for group in groups], q_THD)
-    for group, (out, lse) in zip(groups, results, strict=True):
+    whole = _Whole(q_THD[..., : v_SGD.shape[2]], [group.q_rows for group in groups])
+    calls = [
+        partial(group.forward, q_THD, k_SGD, v_SGD, scale, whole.place(group.q_rows)) for group in groups
+    ]
+    for group, (out, lse) in zip(groups, side_by_side(calls, q_THD), strict=True):
         lse_HT[:, group.q_rows] = lse
-        outs.append((group.q_rows, out))
-    return _placed(outs, q_THD[..., : v_SGD.shape[2]], plan.q_ranges), lse_HT
+        whole.put(group.q_rows, out)
+    return whole.filled(plan.q_ranges), lse_HT
 
 
 def merge_block_attention(
@@ -63,48 +65,82 @@ def block_attention_backward(
     With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost. Where a
     `dq_THD` is given, the gradient of q is added to it in place.
     """
-    dqs, dks, dvs = [], [], []
     groups = plan.groups(q_THD, v_SGD)
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
-    results = side_by_side([partial(group.backward, *tensors) for group in groups], q_THD)
-    for group, (dq, dk, dv) in zip(groups, results, strict=True):
-        if dq_THD is None:
-            dqs.append((group.q_rows, dq))
-        else:
-            _add_rows(dq_THD, group.q_rows, dq)
-        dks.append((group.k_rows, dk))
-        dvs.append((group.k_rows, dv))
-    if dq_THD is None:
-        dq_THD = _placed(dqs, q_THD, plan.q_ranges)
-    return dq_THD, _summed(dks, k_SGD, plan), _summed(dvs, v_SGD, plan)
+    q_rows, k_rows = [group.q_rows for group in groups], [group.k_rows for group in groups]
+    wholes = [
+        _Whole(q_THD, q_rows) if dq_THD is None else _Sum(dq_THD),
+        *(_Whole(x, k_rows) if plan.keys_are_apart else _Sum(torch.zeros_like(x)) for x in (k_SGD, v_SGD)),
+    ]
+    places = list(zip(q_rows, k_rows, k_rows, strict=True))
+    calls = [
+        partial(group.backward, *tensors, *(whole.place(r) for whole, r in zip(wholes, rows, strict=True)))
+        for group, rows in zip(groups, places, strict=True)
+    ]
+    for rows, gradients in zip(places, side_by_side(calls, q_THD), strict=True):
+        for whole, r, gradient in zip(wholes, rows, gradients, strict=True):
+            whole.put(r, gradient)
+    dq, dk, dv = (
+        whole.filled(ranges)
+        for whole, ranges in zip(wholes, (plan.q_ranges, plan.k_ranges, plan.k_ranges), strict=True)
+    )
+    return dq, dk, dv
 
 
-def _placed(parts: list[tuple[Rows, Tensor]], like: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
-    """Parts of a tensor put to their rows, which no two of them share; rows outside the ranges get 0."""
-    if len(parts) == 1 and len(parts[0][1]) == len(like) and isinstance(parts[0][0], slice):
-        placed = parts[0][1]
-    else:
-        placed = like.new_empty(like.shape)
-        for rows, part in parts:
-            placed[rows] = part
-    end = 0
-    for start, stop in [*ranges, (len(like), len(like))]:
-        if start > end:
-            placed[end:start] = 0
-        end = max(end, stop)
-    return placed
+class _Whole:
+    """A tensor in the making, of which each call computes other rows; those of no call become 0.
 
-
-def _summed(parts: list[tuple[Rows, Tensor]], like: Tensor, plan: BlockPlan) -> Tensor:
-    """Gradients of keys put to their rows; where blocks share keys (window tiles, several queries) they add
-    up.
+    Calls may write their rows to their place themselves. A single call that has all rows makes the tensor.
     """
-    if plan.keys_are_apart:
-        return _placed(parts, like, plan.k_ranges)
-    total = torch.zeros_like(like)
-    for rows, part in parts:
-        _add_rows(total, rows, part)
-    return total
+
+    def __init__(self, like: Tensor, rows: list[Rows]) -> None:
+        has_all = len(rows) == 1 and isinstance(rows[0], slice) and num_rows(rows[0]) == len(like)
+        self.tensor = None if has_all else like.new_empty(like.shape)
+
+    def place(self, rows: Rows) -> Tensor | None:
+        """Where a call may write its rows."""
+        return self.tensor[rows] if self.tensor is not None and isinstance(rows, slice) else None
+
+    def put(self, rows: Rows, part: Tensor) -> None:
+        """What a call gave for its rows."""
+        place = self.place(rows)
+        if self.tensor is None:
+            self.tensor = part
+        elif place is None or place.data_ptr() != part.data_ptr():
+            self.tensor[rows] = part
+
+    def filled(self, ranges: list[tuple[int, int]]) -> Tensor:
+        """The tensor; rows outside the ranges, which are in order, have been of no call."""
+        assert self.tensor is not None
+        end = 0
+        for start, stop in [*ranges, (len(self.tensor), len(self.tensor))]:
+            if start > end:
+                self.tensor[end:start] = 0
+            end = max(end, stop)
+        return self.tensor
+
+
+class _Sum:
+    """A tensor to which each call adds: rows may be of several (window tiles share keys, ring steps share
+    queries).
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def place(self, rows: Rows) -> None:
+        """Calls write and do not add."""
+
+    def put(self, rows: Rows, part: Tensor) -> None:
+        """Add what a call gave for its rows."""
+        if isinstance(rows, slice):
+            self.total[rows] += part
+        else:
+            self.total.index_add_(0, rows, part.to(self.total.dtype))
+
+    def filled(self, ranges: list[tuple[int, int]]) -> Tensor:
+        """The sum."""
+        return self.total
 
 
 def add_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,11 +161,3 @@ def sink_gradient(dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sink_H: Ten
 def wide_dtype(x: Tensor) -> torch.dtype:
     """What sums over blocks are kept in: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _add_rows(total: Tensor, rows: Rows, part: Tensor) -> None:
-    """Rows may belong to several blocks (window tiles share keys, ring steps share queries): they add up."""
-    if isinstance(rows, slice):
-        total[rows] += part
-    else:
-        total.index_add_(0, rows, part.to(total.dtype))

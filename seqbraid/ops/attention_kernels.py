@@ -102,9 +102,9 @@ def uses_varlen(q: Tensor, v: Tensor) -> bool:
 
 
 def varlen_forward(
-    q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape, scale: float
+    q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape, scale: float, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Out `[T, H, D]` and LSE `[H, T]`."""
+    """Out `[T, H, D]` and LSE `[H, T]`; where to write is not asked for."""
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, shape.cu_q, shape.cu_k, shape.max_q, shape.max_k, 0.0, shape.causal, False,
         scale=scale, **shape.sides,
@@ -113,9 +113,10 @@ def varlen_forward(
 
 
 def varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: VarlenShape, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: VarlenShape, scale: float,
+    *places: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v; where to write is not asked for."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = aten._flash_attention_backward(
         dout.contiguous(), q, k, v, out, lse, shape.cu_q, shape.cu_k, shape.max_q, shape.max_k, 0.0,

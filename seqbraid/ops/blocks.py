@@ -102,8 +102,10 @@ class DenseGroup(NamedTuple):
             is_round,
         )
 
-    def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows."""
+    def forward(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows; the kernels choose where."""
         q = self._stack(q_THD, self.q_rows)
         k, v = self._stack(k_SGD, self.k_rows), self._stack(v_SGD, self.k_rows)
         out, lse = dense_forward(q, k, v, self.shape, scale)
@@ -111,9 +113,10 @@ class DenseGroup(NamedTuple):
         return self._unstack(out, self.q_rows), lse.transpose(0, 1).flatten(1)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the group's query, key and value rows."""
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float,
+        *places: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of the group's query, key and value rows; the kernels choose where."""
         dout, q, out = (self._stack(x, self.q_rows) for x in (dout, q, out))
         k, v = self._stack(k, self.k_rows), self._stack(v, self.k_rows)
         lse = lse_HT[:, self.q_rows].unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
@@ -160,18 +163,23 @@ class VarlenGroup(NamedTuple):
             impl,
         )
 
-    def forward(self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Out `[rows, H, D]` and LSE `[H, rows]` of the group's query rows."""
+    def forward(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Out `[rows, H, D]`, in the given place if the kernel can, and LSE `[H, rows]` of the group's query
+        rows.
+        """
         q, k, v = q_THD[self.q_rows], k_SGD[self.k_rows], v_SGD[self.k_rows]
-        return self.impl.forward(q, k, v, self.shape, scale)
+        return self.impl.forward(q, k, v, self.shape, scale, out)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the group's query, key and value rows."""
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_HT: Tensor, scale: float,
+        *places: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Gradients of the group's query, key and value rows, in the given places if the kernel can."""
         dout, q, out = (x[self.q_rows] for x in (dout, q, out))
         k, v, lse = k[self.k_rows], v[self.k_rows], lse_HT[:, self.q_rows].contiguous()
-        return self.impl.backward(dout, q, k, v, out, lse, self.shape, scale)
+        return self.impl.backward(dout, q, k, v, out, lse, self.shape, scale, *places)
 
 
 def num_rows(rows: Rows) -> int:

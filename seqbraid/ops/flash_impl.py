@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,10 @@ TOLERANCE = 0.02
 
 
 class FlashImpl(NamedTuple):
-    """A varlen kernel: forward and backward are called like torch's in `attention_kernels`."""
+    """A varlen kernel: forward and backward are called like torch's in `attention_kernels`.
+
+    They may be given places for what they return, and need not use them.
+    """
 
     name: str
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -170,9 +173,17 @@ def _bounds(shape: VarlenShape, scale: float) -> dict[str, Any]:
 
 
 def _forward_4(
-    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape, scale: float
+    kernel: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shape: VarlenShape,
+    scale: float,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    found = kernel(q, k, v, causal=shape.causal, return_lse=True, **_bounds(shape, scale), **shape.sides)
+    found = kernel(
+        q, k, v, causal=shape.causal, return_lse=True, out=place, **_bounds(shape, scale), **shape.sides
+    )
     return found[0], found[1]
 
 
@@ -186,18 +197,27 @@ def _backward_4(
     lse: Tensor,
     shape: VarlenShape,
     scale: float,
+    *places: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = kernel(
-        q, k, v, out, dout.contiguous(), lse, causal=shape.causal,
+    dq, dk, dv = _written(places, (q, k, v))
+    kernel(
+        q, k, v, out, dout.contiguous(), lse, dq=dq, dk=dk, dv=dv, causal=shape.causal,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **_bounds(shape, scale), **shape.sides,
     )  # fmt: skip
-    return found[0], found[1], found[2]
+    return dq, dk, dv
 
 
 def _forward_3(
-    kernel: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape, scale: float
+    kernel: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shape: VarlenShape,
+    scale: float,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    # An operator that says it writes to no argument must not be given a place to write to.
     found = kernel(q, k, v, causal=shape.causal, **_bounds(shape, scale), **_sides_3(shape))
     return found[0], found[1]
 
@@ -212,14 +232,24 @@ def _backward_3(
     lse: Tensor,
     shape: VarlenShape,
     scale: float,
+    *places: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = _written(places, (q, k, v))
     kernel(
         dout.contiguous(), q, k, v, out, lse, dq=dq, dk=dk, dv=dv, is_causal=shape.causal,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **_bounds(shape, scale), **_sides_3(shape),
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _written(places: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Where gradients of the inputs are written: to the places where such are given."""
+    filled = [*places, *([None] * (len(inputs) - len(places)))]
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format) if place is None else place
+        for x, place in zip(inputs, filled, strict=True)
+    ]
 
 
 def _sides_3(shape: VarlenShape) -> dict[str, int]:
@@ -248,7 +278,7 @@ def block_error(impl: FlashImpl, kind: Kind, causal: bool, queries: int, keys: i
         x.unflatten(0, (2, -1)).transpose(1, 2).float() for x in (q, k, v, dout)
     )
     mask, scale = seen(shape), size**-0.5
-    out, lse = impl.forward(q, k, v, shape, scale)
+    out, lse = impl.forward(q, k, v, shape, scale, torch.empty_like(q))
     wanted_out, wanted_lse = math_forward(wide_q, wide_k, wide_v, mask, scale)
     found: list[tuple[Tensor, Tensor]] = [
         (out, _packed(wanted_out)),

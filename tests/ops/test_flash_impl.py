@@ -24,7 +24,7 @@ SCALE = 0.125
 
 
 def with_its_own_statistics(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, shape: Any, scale: float
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, shape: Any, scale: float, *places: Any
 ) -> Any:
     return varlen_backward(dout, q, k, v, *varlen_forward(q, k, v, shape, scale), shape, scale)
 
@@ -45,18 +45,19 @@ def package_4() -> ModuleType:
 
     def _flash_attn_fwd(
         q: Any, k: Any, v: Any, qv: Any = None, *, softmax_scale: float, causal: bool, return_lse: bool,
-        window_size_left: int | None, window_size_right: int | None, **of: Any,
+        window_size_left: int | None, window_size_right: int | None, out: Any = None, **of: Any,
     ) -> Any:  # fmt: skip
         assert return_lse
         shape = shape_of(causal, (window_size_left, window_size_right), of)
-        return *varlen_forward(q, k, v, shape, softmax_scale), None, None, None
+        return *varlen_forward(q, k, v, shape, softmax_scale, out), None, None, None
 
     def _flash_attn_bwd(
         q: Any, k: Any, v: Any, out: Any, dout: Any, lse: Any, softmax_scale: float, causal: bool, *,
-        window_size_left: int | None, window_size_right: int | None, deterministic: bool, **of: Any,
+        window_size_left: int | None, window_size_right: int | None, deterministic: bool,
+        dq: Any = None, dk: Any = None, dv: Any = None, **of: Any,
     ) -> Any:  # fmt: skip
         shape = shape_of(causal, (window_size_left, window_size_right), of)
-        return tuple(varlen_backward(dout, q, k, v, out, lse, shape, softmax_scale))
+        return tuple(varlen_backward(dout, q, k, v, out, lse, shape, softmax_scale, dq, dk, dv))
 
     return with_functions(module, _flash_attn_fwd, _flash_attn_bwd)
 
@@ -182,6 +183,12 @@ def test_a_package_is_called_by_its_own_names(name: str, package: Any, windowed:
     gradients = impl.backward(dout, q, k, v, *found, shape, SCALE)
     again = varlen_backward(dout, q, k, v, *wanted, shape, SCALE)
     assert all(torch.equal(a, b) for a, b in zip(gradients, again, strict=True))
+    places = [torch.empty_like(x) for x in (q, k, v)]
+    impl.backward(dout, q, k, v, *found, shape, SCALE, *places)
+    assert all(torch.equal(a, b) for a, b in zip(places, again, strict=True))
+    out = torch.empty_like(q)
+    placed, _ = impl.forward(q, k, v, shape, SCALE, out)
+    assert torch.equal(placed, wanted[0]) and (placed is out) == (name == "flash_attention_4")
 
 
 def test_the_newest_installed_package_is_taken(load: Any) -> None:

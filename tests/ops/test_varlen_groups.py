@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from seqbraid.ops import blocks
 from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
+from seqbraid.ops.attention_kernels import VarlenShape
 from seqbraid.ops.blocks import Block, BlockPlan, VarlenGroup
 from seqbraid.ops.flash_impl import FlashImpl
 from tests.plain import SCALE, relative, varlen_backward, varlen_forward
@@ -15,7 +18,21 @@ from tests.plain import SCALE, relative, varlen_backward, varlen_forward
 ROWS = 200
 
 
-IMPL = FlashImpl("plain", varlen_forward, varlen_backward)
+def forward_elsewhere(
+    q: Tensor, k: Tensor, v: Tensor, shape: VarlenShape, scale: float, place: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A kernel that writes where it likes, as torch's do."""
+    return varlen_forward(q, k, v, shape, scale)
+
+
+def backward_elsewhere(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return varlen_backward(*arguments[:8])
+
+
+IMPLS = {
+    "in place": FlashImpl("plain", varlen_forward, varlen_backward),
+    "elsewhere": FlashImpl("plain", forward_elsewhere, backward_elsewhere),
+}
 
 PLANS = {
     "all rows": BlockPlan.causal([(0, 120), (120, 1), (121, 79)]),
@@ -33,10 +50,10 @@ PLANS = {
 }
 
 
-@pytest.fixture
-def varlen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=IMPLS)
+def varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "uses_varlen", lambda q, v: True)
-    monkeypatch.setattr(blocks, "flash_impl", lambda q, k, windowed: IMPL)
+    monkeypatch.setattr(blocks, "flash_impl", lambda q, k, windowed: IMPLS[request.param])
 
 
 def fresh(plan: BlockPlan) -> BlockPlan:
