@@ -1,10 +1,11 @@
 """What cutting a row into a ring's blocks costs on a GPU: every rank's compute, replayed one after the other
 on one device.
 
-`python benchmarks/ring_blocks.py` takes one sequence of 128 K tokens and a packed row of 128 K, P = 4 and 8,
-and prints for the slowest rank `GPU time of one undivided call / (P × time of the rank)`, forward and
-backward, for the kernels that the library chooses and for others, and how far the joined result is from the
-undivided call. Communication is not in it. Where FlashAttention-4 or -3 is installed, it is what is chosen.
+`python benchmarks/ring_blocks.py` takes one sequence of 128 K tokens and packed rows of 128 K, P = 4 and 8,
+and prints for the slowest rank `GPU time of one undivided call / (P × time of the rank)` (the slowest forward
+and the slowest backward, if they are not the same rank's), for the kernels that the library chooses and for
+others, and how far the joined result is from the undivided call. Communication is not in it. Where
+FlashAttention-4 or -3 is installed, it is what is chosen.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from seqbraid.ops.attention import block_attention, block_attention_backward, me
 from seqbraid.ops.flash_impl import TORCH, flash_impl, use_flash_attention
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
-from seqbraid.verify.gpu_time import gpu_time
+from seqbraid.verify.gpu_time import gpu_times
 
-STEADY_S = 0.3
-"""What is short runs faster at first than after a while, so everything is timed for this long."""
+TURN_S, TURNS = 0.15, 5
+"""Everything that is compared is replayed in turns, so long and so often: at its power limit a GPU changes
+its clock all the time."""
 
 
 class Times(NamedTuple):
@@ -94,9 +96,10 @@ class Rank:
                 self.dq[shared] = dq
 
 
-def time_rank(rank: Rank) -> Times:
-    """Forward and backward of all of a rank's blocks, merging included."""
-    return Times(gpu_time(rank.forward, STEADY_S), gpu_time(rank.backward, STEADY_S))
+def time_ranks(ranks: list[Rank]) -> list[Times]:
+    """Forward and backward of all of each rank's blocks, merging included."""
+    found = gpu_times([call for rank in ranks for call in (rank.forward, rank.backward)], TURNS, TURN_S)
+    return [Times(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
 
 def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
@@ -160,50 +163,46 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
     flops = 4 * pairs * args.heads * args.head_dim
     chosen = flash_impl(row[0], row[1])
     print(f"\n{name}: {len(lengths)} sequences, {sum(lengths)} tokens; chosen: {chosen.name}")
-    choices = ["chosen", *(["torch"] if chosen is not TORCH else []), "varlen"]
-    singles: dict[str, Times] = {}
+    choices = args.kernels or ["chosen", *(["torch"] if chosen is not TORCH else []), "varlen"]
+    slowest: dict[tuple[str, int, str], float] = {}
     undivided = None
-    for choice in [*choices, *(["dense"] if len(lengths) == 1 else [])]:
+    for choice in choices:
         with kernels(choice):
-            single = Rank(SequenceLayout(lengths), 0, row)
-            singles[choice] = time_rank(single)
-        t = singles[choice]
+            alone = Rank(SequenceLayout(lengths), 0, row)
+            cases = {
+                (size, policy): _ranks(SequenceLayout(lengths, ring=size, policy=policy), row)
+                for size in args.ranks
+                for policy in args.policies
+            }
+            single, *times = time_ranks([alone, *(rank for ranks in cases.values() for rank in ranks)])
+        if undivided is None:
+            undivided = join(alone.layout, [alone])
+        speeds = flops / single.forward / 1e9, 2.5 * flops / single.backward / 1e9
         print(
-            f"  undivided, {choice:>6}: forward {t.forward:8.2f} ms ({flops / t.forward / 1e9:4.0f} "
-            f"TFLOP/s), backward {t.backward:8.2f} ms ({2.5 * flops / t.backward / 1e9:4.0f} TFLOP/s)"
+            f"  {choice:>6}, undivided: {single.forward:.2f} + {single.backward:.2f} ms "
+            f"({speeds[0]:.0f} and {speeds[1]:.0f} TFLOP/s)"
         )
-        if choice == "chosen":
-            undivided = join(single.layout, [single])
-        del single
-    assert undivided is not None
-    for size in args.ranks:
-        for policy in args.policies:
-            layout = SequenceLayout(lengths, ring=size, policy=policy)
-            slowest: dict[str, Times] = {}
-            for choice in choices:
-                with kernels(choice):
-                    ranks = [Rank(layout, rank, row) for rank in range(size)]
-                    times = [time_rank(rank) for rank in ranks]
-                slowest[choice] = Times(max(t.forward for t in times), max(t.backward for t in times))
-                if choice == "chosen":
-                    errors = [relative(a, b) for a, b in zip(join(layout, ranks), undivided, strict=True)]
-                del ranks
-            for choice, t in slowest.items():
-                s = singles[choice]
-                both = (s.forward + s.backward) / (size * (t.forward + t.backward))
-                print(
-                    f"  P={size} {policy:>8}, {choice:>6}: slowest rank {t.forward:7.2f} + "
-                    f"{t.backward:7.2f} ms; efficiency forward {100 * s.forward / (size * t.forward):5.1f} "
-                    f"%, backward {100 * s.backward / (size * t.backward):5.1f} %, both {100 * both:5.1f} %"
-                )
-            ratios = [
-                f"{sum(slowest[choice]) / sum(slowest['chosen']):.2f} × as fast as {choice}"
-                for choice in choices[1:]
-            ]
+        for (size, policy), ranks in cases.items():
+            mine, times = times[:size], times[size:]
+            worst = Times(max(t.forward for t in mine), max(t.backward for t in mine))
+            mean = sum(map(sum, mine)) / size
+            slowest[choice, size, policy] = sum(worst)
+            errors = [relative(a, b) for a, b in zip(join(ranks[0].layout, ranks), undivided, strict=True)]
+            ratio = slowest[choice, size, policy] / slowest[choices[0], size, policy]
             print(
-                f"      chosen blocks {', '.join(ratios)}; against the undivided call: "
-                + ", ".join(f"{n} {e:.1e}" for n, e in zip(("out", "dq", "dk", "dv"), errors, strict=True))
+                f"  {choice:>6}, P={size} {policy}: slowest rank {worst.forward:.2f} + {worst.backward:.2f} "
+                "ms "
+                f"({ratio:.2f} × {choices[0]}), efficiency {100 * sum(single) / (size * sum(worst)):.1f} % "
+                f"(forward {100 * single.forward / (size * worst.forward):.1f}, backward "
+                f"{100 * single.backward / (size * worst.backward):.1f}; all ranks "
+                f"{100 * sum(single) / (size * mean):.1f}); off by {max(errors):.1e} at most",
+                flush=True,
             )
+        del alone, cases, ranks
+
+
+def _ranks(layout: SequenceLayout, row: list[Tensor]) -> list[Rank]:
+    return [Rank(layout, rank, row) for rank in range(layout.num_ranks)]
 
 
 def first_calls(args: argparse.Namespace) -> None:
@@ -231,6 +230,10 @@ def first_calls(args: argparse.Namespace) -> None:
             )
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main() -> None:
     """Print all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -238,7 +241,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[4, 8])
+    parser.add_argument("--ranks", type=_numbers, default=[4, 8])
+    parser.add_argument("--seeds", type=_numbers, default=[0], help="of the packed rows")
+    parser.add_argument("--kernels", type=lambda text: text.split(","), help="of chosen, torch, varlen")
     parser.add_argument("--policies", type=lambda text: text.split(","), default=["zigzag", "balanced"])
     parser.add_argument(
         "--rows", default="first,one,packed", help="which of first (calls), one and packed to run"
@@ -256,7 +261,8 @@ def main() -> None:
     if "one" in args.rows:
         report("one sequence", [args.tokens], args)
     if "packed" in args.rows:
-        report("packed row", packed_lengths(args.tokens), args)
+        for seed in args.seeds:
+            report(f"packed row {seed}", packed_lengths(args.tokens, seed), args)
 
 
 if __name__ == "__main__":

@@ -65,12 +65,13 @@ def block_attention_backward(
     With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost. Where a
     `dq_THD` is given, the gradient of q is added to it in place.
     """
-    groups = plan.groups(q_THD, v_SGD)
+    # Most keys first: a sum that starts with all of them needs no zeros.
+    groups = sorted(plan.groups(q_THD, v_SGD), key=lambda group: -num_rows(group.k_rows))
     tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
     q_rows, k_rows = [group.q_rows for group in groups], [group.k_rows for group in groups]
     wholes = [
-        _Whole(q_THD, q_rows) if dq_THD is None else _Sum(dq_THD),
-        *(_Whole(x, k_rows) if plan.keys_are_apart else _Sum(torch.zeros_like(x)) for x in (k_SGD, v_SGD)),
+        _Whole(q_THD, q_rows) if dq_THD is None else _Sum(dq_THD, q_THD),
+        *(_Whole(x, k_rows) if plan.keys_are_apart else _Sum(None, x) for x in (k_SGD, v_SGD)),
     ]
     places = list(zip(q_rows, k_rows, k_rows, strict=True))
     calls = [
@@ -122,17 +123,22 @@ class _Whole:
 
 class _Sum:
     """A tensor to which each call adds: rows may be of several (window tiles share keys, ring steps share
-    queries).
+    queries). It starts as what is given, as the part of a call that has all rows, or as 0.
     """
 
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
+    def __init__(self, total: Tensor | None, like: Tensor) -> None:
+        self.total, self.like = total, like
 
     def place(self, rows: Rows) -> None:
         """Calls write and do not add."""
 
     def put(self, rows: Rows, part: Tensor) -> None:
         """Add what a call gave for its rows."""
+        if self.total is None and isinstance(rows, slice) and len(part) == len(self.like):
+            self.total = part
+            return
+        if self.total is None:
+            self.total = torch.zeros_like(self.like)
         if isinstance(rows, slice):
             self.total[rows] += part
         else:
@@ -140,7 +146,7 @@ class _Sum:
 
     def filled(self, ranges: list[tuple[int, int]]) -> Tensor:
         """The sum."""
-        return self.total
+        return torch.zeros_like(self.like) if self.total is None else self.total
 
 
 def add_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:

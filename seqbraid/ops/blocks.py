@@ -49,7 +49,7 @@ any shape; the others share one varlen call. Below ANY_PAIRS the layers of one s
 new shape costs."""
 
 
-FEW_CALLS = 3
+FEW_CALLS = 8
 """Up to so many varlen calls are made instead of gathering rows for one."""
 
 

@@ -125,28 +125,29 @@ def _needed(source: dict[int, Run], target: dict[int, Run]) -> dict[int, tuple[t
     return {sequence: segments for sequence, segments in shared if segments}
 
 
-def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]]) -> list[list[int]]:
-    """The distances 1, 2, … around the ring, joined while no rank receives more rows than it has tokens
-    itself.
+ROUND_TOKENS = 3
+"""How many times the tokens that it has itself a rank may receive in a round. More in a round is fewer merges
+and larger blocks; two rounds are in memory at a time."""
 
-    All in one round where that takes no more memory than two rounds under way. It is the same on every rank,
-    and no distance is left out, so that messages meet in the same order everywhere.
+
+def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]]) -> list[list[int]]:
+    """The distances 1, 2, … around the ring, joined while no rank receives too much at a time.
+
+    It is the same on every rank, and no distance is left out, so that messages meet in the same order
+    everywhere.
     """
-    budget = layout.num_local_tokens * layout.ulysses
-    distances = range(1, layout.ring)
-    comes = {d: [_coming(runs, rank, d) for rank in range(layout.ring)] for d in distances}
-    if all(sum(comes[d][rank] for d in distances) <= 2 * budget for rank in range(layout.ring)):
-        return [list(distances)] if layout.ring > 1 else []
+    budget = ROUND_TOKENS * layout.num_local_tokens * layout.ulysses
     rounds: list[list[int]] = []
     load = [0] * layout.ring
-    for distance in distances:
-        joined = [a + b for a, b in zip(load, comes[distance], strict=True)]
+    for distance in range(1, layout.ring):
+        comes = [_coming(runs, rank, distance) for rank in range(layout.ring)]
+        joined = [a + b for a, b in zip(load, comes, strict=True)]
         if rounds and max(joined) <= budget:
             rounds[-1].append(distance)
             load = joined
         else:
             rounds.append([distance])
-            load = comes[distance]
+            load = comes
     return rounds
 
 

@@ -1,17 +1,41 @@
-"""GPU time of a function, without what Python takes to launch it."""
+"""GPU time of functions, without what Python takes to launch them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import torch
 
 
-def gpu_time(function: Callable[[], object], seconds: float = 0.0, repeats: int = 5) -> float:
-    """Median milliseconds: recorded once as a graph and replayed, so often and at least for so long; of a
-    long time the second half counts.
+def gpu_time(function: Callable[[], object], repeats: int = 5) -> float:
+    """Median milliseconds."""
+    return gpu_times([function], passes=repeats)[0]
+
+
+def gpu_times(
+    functions: Sequence[Callable[[], object]], passes: int = 5, seconds: float = 0.0
+) -> list[float]:
+    """Milliseconds of each: recorded once as a graph and replayed in turns, each time at least for so long;
+    the mean of a turn, and of turns the median.
+
+    A GPU at its power limit changes its clock all the time. In turns, what is compared has the same share of
+    good and bad moments.
     """
+    graphs = [_recorded(function) for function in functions]
+    replays = [max(1, math.ceil(1e3 * seconds / _replayed(graph, 1))) for graph in graphs]
+    turns = [
+        [_replayed(graph, times) for graph, times in zip(graphs, replays, strict=True)] for _ in range(passes)
+    ]
+    for graph in graphs:
+        graph.reset()
+    for function in functions:
+        function()  # what the recording left behind is gone with it
+    return [median(times) for times in zip(*turns, strict=True)]
+
+
+def _recorded(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -22,14 +46,17 @@ def gpu_time(function: Callable[[], object], seconds: float = 0.0, repeats: int 
     with torch.cuda.graph(graph):
         function()
     graph.replay()
-    times: list[float] = []
-    while len(times) < repeats or sum(times) < 1e3 * seconds:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    function()  # what comes next must not read what the recording left behind
+    torch.cuda.synchronize()
+    return graph
+
+
+def _replayed(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Mean milliseconds, one replay right behind the other."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
         graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    graph.reset()
-    function()  # what the recording left behind is gone with it
-    return median(times[len(times) // 2 :] if seconds else times)
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / times
