@@ -28,7 +28,7 @@ from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
 from seqbraid.verify.gpu_time import gpu_times
 
-TURN_S, TURNS = 0.15, 5
+TURN_S, TURNS = 0.1, 5
 """Everything that is compared is replayed in turns, so long and so often: at its power limit a GPU changes
 its clock all the time."""
 

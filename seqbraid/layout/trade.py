@@ -15,8 +15,8 @@ import numpy as np
 from .placement import CUT_TOKEN, KEY, ROUND, Placement, causal_cost, is_round
 
 TRADES, TRADERS, WORTHWHILE = 40, 3, 1e-3
-"""How often ranks trade, with how many others the dearest one tries to, and what part of its cost it must
-save."""
+"""How often ranks trade, with how many others at a time the dearest one tries to, and what part of its cost
+it must save."""
 
 TRADED, GIVEN, TAKEN = 12, 2, 3
 """How many of its whole sequences a rank offers, and how many the dearer and the cheaper one give at once."""
@@ -69,17 +69,27 @@ class _Trade(NamedTuple):
 def trade(placement: Placement) -> None:
     """Let the dearest rank trade with cheaper ones while it helps."""
     for _ in range(TRADES):
-        load = placement.load_RU.ravel()
-        rank = int(load.argmax())
-        others = load.argsort(kind="stable")[:TRADERS]
-        best = min((_best_trade(placement, rank, int(other)) for other in others), key=lambda t: t.cost)
-        if best.cost > (1 - WORTHWHILE) * load[rank]:
+        rank = int(placement.load_RU.argmax())
+        best = _worthwhile_trade(placement, rank)
+        if best is None:
             return
         for source, target, items in ((rank, best.other, best.given), (best.other, rank, best.taken)):
             for sequence in items:
                 placement.keep(sequence, source, times=-1)
                 placement.keep(sequence, target)
         _hand_over(placement, best.stretch, rank, best.other)
+
+
+def _worthwhile_trade(placement: Placement, rank: int) -> _Trade | None:
+    """With the cheapest few, or with the next few if they have nothing that helps."""
+    load = placement.load_RU.ravel()
+    others = [int(other) for other in load.argsort(kind="stable") if other != rank]
+    for first in range(0, len(others), TRADERS):
+        trades = [_best_trade(placement, rank, other) for other in others[first : first + TRADERS]]
+        best = min(trades, key=lambda found: found.cost)
+        if best.cost <= (1 - WORTHWHILE) * load[rank]:
+            return best
+    return None
 
 
 def _best_trade(placement: Placement, rank: int, other: int) -> _Trade:
