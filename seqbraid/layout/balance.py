@@ -4,8 +4,7 @@ long.
 Cut mirrored around its middle, a sequence of length L costs a rank L/2 pairs per token it holds, however wide
 the rank's share is. So only the sequences that are too dear or too long for one rank are cut, over as few
 ranks as will carry them; the others go whole, longest first, to the rank that has least to do. What fits
-nowhere in the end is cut to fill the ranks up. Then ranks trade until they are level (`trade.py`). Rows of so
-few sequences that this does not level them are shared out by density instead (`density.py`).
+nowhere in the end is cut to fill the ranks up. Then ranks trade until they are level (`trade.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from .density import share_by_density
 from .placement import ROUND, Balance, Placement, causal_cost
 from .trade import trade
 
@@ -35,9 +33,6 @@ SHARES = (0.95, 0.75, 0.6, 0.5, 0.4, 0.25)
 TRADING = 4
 """How many of these are made level by trading before the best is chosen."""
 
-CLEARLY = 0.95
-"""Sharing by density cuts anywhere, which the fastest kernels do not want: it must be this much better."""
-
 
 def balance(lengths: Sequence[int], ring: int, ulysses: int) -> Balance:
     """Place the sequences of a row on `ring × ulysses` ranks."""
@@ -50,9 +45,7 @@ def balance(lengths: Sequence[int], ring: int, ulysses: int) -> Balance:
     tried = sorted((_place(lengths, order, ring, ulysses, share) for share in SHARES), key=Placement.time)
     for placement in tried[:TRADING]:
         trade(placement)
-    best = min(tried[:TRADING], key=Placement.time)
-    by_density = Placement.of(share_by_density(lengths, order, ring, ulysses), lengths, ring, ulysses)
-    return (by_density if by_density.time() < CLEARLY * best.time() else best).finished()
+    return min(tried[:TRADING], key=Placement.time).finished()
 
 
 def _uncut(lengths: Sequence[int], order: list[int], num_ranks: int) -> Balance | None:
@@ -101,21 +94,27 @@ def _place(lengths: Sequence[int], order: list[int], ring: int, ulysses: int, sh
 
 
 def _widths(placement: Placement, sequence: int, parts: int) -> dict[int, int] | None:
-    """Near-equal parts of a sequence on the ring ranks that have least to do, as few as have room."""
+    """Near-equal parts of a sequence on the ring ranks that have least to do, as few as have room; cut at
+    multiples of ROUND if there is room for that anywhere.
+    """
     length, room_R = placement.lengths[sequence], placement.room_R
     by_load = placement.load_R.argsort(kind="stable")
-    for count in range(min(parts, length), min(len(room_R), length) + 1):
-        widths = _near_equal(length, count)
-        ranks = [int(r) for r in by_load if room_R[r] >= max(widths)][:count]
-        if len(ranks) == count:
+    counts = range(min(parts, length), min(len(room_R), length) + 1)
+    for widths in [*(_round_parts(length, n) for n in counts), *(_equal_parts(length, n) for n in counts)]:
+        ranks = [int(r) for r in by_load if room_R[r] >= max(widths)][: len(widths)]
+        if len(ranks) == len(widths):
             return dict(zip(sorted(ranks), widths, strict=True))
     return None
 
 
-def _near_equal(length: int, parts: int) -> list[int]:
-    """Parts that can be cut at multiples of ROUND, all but the outermost, if that leaves them near equal."""
+def _equal_parts(length: int, parts: int) -> list[int]:
+    return [(length + part) // parts for part in range(parts)]
+
+
+def _round_parts(length: int, parts: int) -> list[int]:
+    """All but the outermost of multiples of ROUND, if that leaves them near equal."""
     if length < 4 * ROUND * parts or parts == 1:
-        return [(length + part) // parts for part in range(parts)]
+        return _equal_parts(length, parts)
     units = length // ROUND
     rounded = [(units + part) // parts * ROUND for part in range(parts)]
     return [rounded[0] + length % ROUND, *rounded[1:]]

@@ -91,17 +91,6 @@ class Placement:
         mean = sum(map(causal_cost, lengths)) / (ring * ulysses)
         self.piece_cost = ulysses * min(CUT_PIECE, 0.03 * mean)
 
-    @staticmethod
-    def of(balance: Balance, lengths: Sequence[int], ring: int, ulysses: int) -> Placement:
-        """A finished placement, taken up again."""
-        placement = Placement(lengths, ring, ulysses, -(-sum(lengths) // (ring * ulysses)))
-        for rank, items in enumerate(balance.whole):
-            for sequence in items:
-                placement.keep(sequence, rank)
-        for sequence, widths in balance.shares.items():
-            placement.share(sequence, widths)
-        return placement
-
     @property
     def room_R(self) -> np.ndarray:
         """Tokens that each Ulysses group still takes."""

@@ -11,7 +11,7 @@ from benchmarks.balance import cost_ratio, packed_rows
 from benchmarks.ring_blocks import packed_lengths
 from seqbraid.layout import SequenceLayout
 from seqbraid.layout.balance import SLACK, TOLERANCE, _place, balance
-from seqbraid.layout.placement import CUT_TOKEN, KEY, ROUND, Placement, _level, is_round, mirrored
+from seqbraid.layout.placement import CUT_TOKEN, KEY, ROUND, Balance, Placement, _level, is_round, mirrored
 from seqbraid.layout.trade import trade
 
 
@@ -106,6 +106,17 @@ def test_the_cost_of_a_share_is_that_of_its_pieces_and_keys(widths: dict[int, in
     assert not placement.shares and not placement.load_R.any() and not placement.shared_R.any()
 
 
+def taken_up(balance: Balance, lengths: list[int], ring: int, ulysses: int) -> Placement:
+    """A finished placement, made again from nothing."""
+    placement = Placement(lengths, ring, ulysses, sum(lengths))
+    for rank, items in enumerate(balance.whole):
+        for sequence in items:
+            placement.keep(sequence, rank)
+    for sequence, widths in balance.shares.items():
+        placement.share(sequence, widths)
+    return placement
+
+
 def dearest(placement: Placement) -> float:
     return float(placement.load_RU.max())
 
@@ -125,7 +136,7 @@ def test_trades_lose_nothing_and_make_the_dearest_rank_cheaper(
     # What stretches cost is estimated when they are chosen; a little worse is possible.
     assert dearest(placement) <= 1.02 * before
     assert (placement.room_R >= 0).all() and (placement.tokens_RU <= placement.capacity).all()
-    again = Placement.of(placement.finished(), lengths, *ranks)
+    again = taken_up(placement.finished(), lengths, *ranks)
     assert np.allclose(again.load_RU, placement.load_RU) and (again.shared_R == placement.shared_R).all()
     held = [i for items in placement.whole for i in items]
     assert sorted([*held, *placement.shares]) == list(range(len(lengths)))
