@@ -43,9 +43,7 @@ def balance(lengths: Sequence[int], ring: int, ulysses: int) -> Balance:
     if uncut is not None:
         return uncut
     tried = sorted((_place(lengths, order, ring, ulysses, share) for share in SHARES), key=Placement.time)
-    for placement in tried[:TRADING]:
-        trade(placement)
-    return min(tried[:TRADING], key=Placement.time).finished()
+    return min(map(trade, tried[:TRADING]), key=Placement.time).finished()
 
 
 def _uncut(lengths: Sequence[int], order: list[int], num_ranks: int) -> Balance | None:

@@ -6,6 +6,7 @@ Letters: R ring ranks, U Ulysses ranks of each. Costs are counted in query-key p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +91,15 @@ class Placement:
         self.shared_cost_R = np.zeros(ring)
         mean = sum(map(causal_cost, lengths)) / (ring * ulysses)
         self.piece_cost = ulysses * min(CUT_PIECE, 0.03 * mean)
+
+    def copy(self) -> Placement:
+        """One that can be changed without changing this one."""
+        other = copy(self)
+        other.whole = [list(items) for items in self.whole]
+        other.shares = dict(self.shares)
+        for name in ("tokens_RU", "cost_RU", "shared_R", "shared_cost_R"):
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     @property
     def room_R(self) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .placement import CUT_TOKEN, KEY, ROUND, Placement, causal_cost, is_round
+from .placement import CUT_TOKEN, KEY, ROUND, Placement, causal_cost
 
 TRADES, TRADERS, WORTHWHILE = 40, 3, 1e-3
 """How often ranks trade, with how many others at a time the dearest one tries to, and what part of its cost
@@ -66,18 +66,26 @@ class _Trade(NamedTuple):
     stretch: _Stretch
 
 
-def trade(placement: Placement) -> None:
-    """Let the dearest rank trade with cheaper ones while it helps."""
+def trade(placement: Placement) -> Placement:
+    """The best of what comes when the dearest rank trades with cheaper ones while that seems to help.
+
+    What a stretch costs is estimated, so a trade may also do harm, and the next ones still good.
+    """
+    best = placement
     for _ in range(TRADES):
         rank = int(placement.load_RU.argmax())
-        best = _worthwhile_trade(placement, rank)
-        if best is None:
-            return
-        for source, target, items in ((rank, best.other, best.given), (best.other, rank, best.taken)):
+        found = _worthwhile_trade(placement, rank)
+        if found is None:
+            break
+        placement = placement.copy()
+        for source, target, items in ((rank, found.other, found.given), (found.other, rank, found.taken)):
             for sequence in items:
                 placement.keep(sequence, source, times=-1)
                 placement.keep(sequence, target)
-        _hand_over(placement, best.stretch, rank, best.other)
+        _hand_over(placement, found.stretch, rank, found.other)
+        if placement.load_RU.max() < best.load_RU.max():
+            best = placement
+    return best
 
 
 def _worthwhile_trade(placement: Placement, rank: int) -> _Trade | None:
@@ -120,13 +128,13 @@ def _best_trade(placement: Placement, rank: int, other: int) -> _Trade:
 
 
 def _stretches(placement: Placement, source: int, target: int) -> list[_Stretch]:
-    """What a ring rank can give another of the cut sequences: all of its part, or not so much that a crumb is
-    left; so that cuts stay at multiples of ROUND.
+    """What a ring rank can give another of the cut sequences: not so much that a crumb is left, and not all
+    if that would leave the other rank alone with the sequence.
     """
     found: list[_Stretch] = []
     for sequence, widths in placement.shares.items():
         length = placement.lengths[sequence]
-        if source == target or source not in widths or len(widths) == 1 or not is_round(length, widths):
+        if source == target or source not in widths or len(widths) == 1:
             continue
         # The innermost part, which a rank gets that had none, sees half of the sequence's keys.
         joining = 0.0 if target in widths else KEY * length / 2 + placement.piece_cost
