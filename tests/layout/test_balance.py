@@ -12,7 +12,7 @@ from benchmarks.ring_blocks import packed_lengths
 from seqbraid.layout import SequenceLayout
 from seqbraid.layout.balance import SLACK, TOLERANCE, _place, balance
 from seqbraid.layout.placement import CUT_TOKEN, KEY, ROUND, Balance, Placement, _level, is_round, mirrored
-from seqbraid.layout.trade import trade
+from seqbraid.layout.trade import _stretches, trade
 
 
 def test_heavy_tailed_rows_are_level_and_mostly_whole(capsys) -> None:  # type: ignore[no-untyped-def]
@@ -88,6 +88,59 @@ def test_slices_level_a_group(tokens: list[int], shared: int) -> None:
     # Nobody with a slice stands higher than anybody else by more than one token.
     levels = np.array(tokens) + slices
     assert all(level <= levels.min() + 1 for level, n in zip(levels, slices, strict=True) if n)
+
+
+def test_the_first_rank_has_the_outermost_pieces() -> None:
+    assert mirrored(10240, {2: 4096, 0: 4096, 1: 2048}) == {
+        2: [(0, 2048), (8192, 10240)],
+        0: [(2048, 4096), (6144, 8192)],
+        1: [(4096, 5120), (5120, 6144)],
+    }
+    assert mirrored(7, {1: 4, 0: 3}) == {1: [(0, 2), (5, 7)], 0: [(2, 3), (3, 5)]}
+
+
+def test_no_crumb_is_left_and_nobody_is_left_alone() -> None:
+    placement = Placement([5000], ring=3, ulysses=1, capacity=5000)
+    placement.share(0, {0: 3976, 1: 1024})
+    offered = {
+        (source, target): [stretch.tokens for stretch in _stretches(placement, source, target)]
+        for source in (0, 1)
+        for target in (0, 1, 2)
+    }
+    assert offered == {
+        (0, 0): [],
+        (0, 1): [512, 1024, 1536, 2048, 3072],
+        (0, 2): [512, 1024, 1536, 2048, 3072],
+        (1, 0): [512],
+        (1, 1): [],
+        (1, 2): [512, 1024],
+    }
+
+
+def test_trading_gives_the_best_that_came_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [51, 512, 512, 535, 4340, 19427]
+    placement = _place(lengths, [5, 4, 3, 2, 1, 0], 8, 1, share=0.95)
+    seen = [placement]
+    real_copy = Placement.copy
+
+    def noted(self: Placement) -> Placement:
+        seen.append(real_copy(self))
+        return seen[-1]
+
+    monkeypatch.setattr(Placement, "copy", noted)
+    best = trade(placement)
+    assert len({dearest(each) for each in seen}) > 2
+    assert dearest(best) == min(map(dearest, seen))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 5])
+def test_rows_are_level_by_estimate_and_cut_at_multiples(seed: int) -> None:
+    lengths = packed_lengths(131072, seed)
+    found = balance(lengths, 8, 1)
+    load = taken_up(found, lengths, 8, 1).load_RU.ravel()
+    assert load.max() < 1.05 * load.mean()
+    long_cuts = [(lengths[i], widths) for i, widths in found.shares.items() if lengths[i] > 8 * ROUND]
+    assert long_cuts and all(is_round(*cut) for cut in long_cuts)
 
 
 @pytest.mark.parametrize(
