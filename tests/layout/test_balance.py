@@ -101,20 +101,22 @@ def test_the_first_rank_has_the_outermost_pieces() -> None:
 
 def test_no_crumb_is_left_and_nobody_is_left_alone() -> None:
     placement = Placement([5000], ring=3, ulysses=1, capacity=5000)
-    placement.share(0, {0: 3976, 1: 1024})
-    offered = {
-        (source, target): [stretch.tokens for stretch in _stretches(placement, source, target)]
-        for source in (0, 1)
-        for target in (0, 1, 2)
-    }
-    assert offered == {
-        (0, 0): [],
-        (0, 1): [512, 1024, 1536, 2048, 3072],
-        (0, 2): [512, 1024, 1536, 2048, 3072],
-        (1, 0): [512],
-        (1, 1): [],
+    placement.share(0, {0: 3276, 1: 1724})  # 3,072 of the one and 1,536 of the other would leave crumbs
+    assert _offered(placement) == {
+        (0, 1): [512, 1024, 1536, 2048],
+        (0, 2): [512, 1024, 1536, 2048],
+        (1, 0): [512, 1024],
         (1, 2): [512, 1024],
     }
+    placement.share(0, placement.shares[0], times=-1)
+    placement.share(0, {0: 4488, 1: 512})
+    assert _offered(placement)[1, 2] == [512] and (1, 0) not in _offered(placement)
+
+
+def _offered(placement: Placement) -> dict[tuple[int, int], list[int]]:
+    pairs = ((source, target) for source in range(3) for target in range(3))
+    offers = {pair: [stretch.tokens for stretch in _stretches(placement, *pair)] for pair in pairs}
+    return {pair: tokens for pair, tokens in offers.items() if tokens}
 
 
 def test_trading_gives_the_best_that_came_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,12 +135,12 @@ def test_trading_gives_the_best_that_came_up(monkeypatch: pytest.MonkeyPatch) ->
     assert dearest(best) == min(map(dearest, seen))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 5])
+@pytest.mark.parametrize("seed", [12, 14, 29])
 def test_rows_are_level_by_estimate_and_cut_at_multiples(seed: int) -> None:
     lengths = packed_lengths(131072, seed)
     found = balance(lengths, 8, 1)
     load = taken_up(found, lengths, 8, 1).load_RU.ravel()
-    assert load.max() < 1.05 * load.mean()
+    assert load.max() < 1.03 * load.mean()
     long_cuts = [(lengths[i], widths) for i, widths in found.shares.items() if lengths[i] > 8 * ROUND]
     assert long_cuts and all(is_round(*cut) for cut in long_cuts)
 
