@@ -41,7 +41,7 @@ class Times(NamedTuple):
 
 
 def _sent_to(layout: SequenceLayout, source: int, target: int) -> list[Message]:
-    rounds = RingPlan.of(layout, source).rounds
+    rounds = RingPlan.of(layout, source, query_heads=1).rounds  # what is sent depends on them only in when
     return [message for round_ in rounds for message in round_.sent if message.rank == target]
 
 
@@ -51,7 +51,8 @@ class Rank:
     def __init__(self, layout: SequenceLayout, rank: int, row: list[Tensor]) -> None:
         self.layout, self.rank = layout, rank
         self.q, self.k, self.v, self.dout = (layout.shard(x, rank) for x in row)
-        plan = StepContext(layout, rank).ring_plan(None, shared=True, whole=True)
+        ratio = self.q.shape[1] / self.k.shape[1]
+        plan = StepContext(layout, rank).ring_plan(None, shared=True, whole=True, query_heads=ratio)
         self.local, self.shared = plan.local, slice(plan.num_shared)
         self.steps = [round_ for round_ in plan.rounds if round_.num_received]
         self.received = [self._received(round_, row) for round_ in self.steps]

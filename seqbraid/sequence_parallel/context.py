@@ -47,7 +47,7 @@ class StepContext:
     """
     mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""
-    _plans: dict[tuple[int | None, bool, bool], RingPlan] = field(
+    _plans: dict[tuple[int | None, bool, bool, float], RingPlan] = field(
         default_factory=dict, compare=False, repr=False
     )
     _methods: dict[tuple[HeadSizes, int], str] = field(default_factory=dict, compare=False, repr=False)
@@ -65,14 +65,16 @@ class StepContext:
         first = self.rank // self.layout.ulysses * self.layout.ulysses
         return [self.layout.num_shared_tokens(first + i) for i in range(self.layout.ulysses)]
 
-    def ring_plan(self, window: int | None, shared: bool, whole: bool) -> RingPlan:
-        """Blocks and exchanges of this rank's shared tokens, of whole sequences behind them, or of both."""
-        key = (window, shared, whole)
+    def ring_plan(self, window: int | None, shared: bool, whole: bool, query_heads: float = 1.0) -> RingPlan:
+        """Blocks and exchanges of this rank's shared tokens, of whole sequences behind them, or of both; with
+        so many query heads to a key head.
+        """
+        key = (window, shared, whole, query_heads)
         if key not in self._plans:
             sequences = self.layout.whole_sequences(self.rank) if whole else ()
             if shared:
                 ring_rank = self.rank // self.layout.ulysses
-                self._plans[key] = RingPlan.of(self.layout, ring_rank, window, sequences)
+                self._plans[key] = RingPlan.of(self.layout, ring_rank, query_heads, window, sequences)
             else:
                 lengths = [self.layout.lengths[i] for i in sequences]
                 starts = accumulate(lengths, initial=0)

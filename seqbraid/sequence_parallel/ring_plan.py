@@ -85,10 +85,14 @@ class RingPlan:
 
     @staticmethod
     def of(
-        layout: SequenceLayout, ring_rank: int, window: int | None = None, whole: Sequence[int] = ()
+        layout: SequenceLayout,
+        ring_rank: int,
+        query_heads: float,
+        window: int | None = None,
+        whole: Sequence[int] = (),
     ) -> RingPlan:
         """The plan of a ring rank for the tokens that its Ulysses group shares, and whole sequences behind
-        them.
+        them; with so many query heads to a key head.
         """
         runs = [_runs(layout, rank) for rank in range(layout.ring)]
         mine = runs[ring_rank]
@@ -100,7 +104,7 @@ class RingPlan:
         starts = accumulate((layout.lengths[i] for i in whole), initial=num_shared)
         local = [(run.offset, run.num_tokens) for run in mine.values()]
         local += [(start, layout.lengths[i]) for i, start in zip(whole, starts, strict=False)]
-        rounds = [_round(runs, ring_rank, distances) for distances in _rounds(layout, runs)]
+        rounds = [_round(runs, ring_rank, distances) for distances in _rounds(layout, runs, query_heads)]
         if not any(round_.sent or round_.received for round_ in rounds):
             rounds = []  # nobody has anything for this rank: no order to keep, no merging to prepare
         return RingPlan(BlockPlan.causal(local, window), tuple(rounds), num_shared)
@@ -125,18 +129,20 @@ def _needed(source: dict[int, Run], target: dict[int, Run]) -> dict[int, tuple[t
     return {sequence: segments for sequence, segments in shared if segments}
 
 
-ROUND_TOKENS = 3
-"""How many times the tokens that it has itself a rank may receive in a round. More in a round is fewer merges
+ROUND_TOKENS, ROUND_MEMORY = 3, 1.5
+"""A rank receives at most so many times the tokens that it has itself in a round, and keys and values of at
+most so many times the memory of its queries; but always those of one rank. More in a round is fewer merges
 and larger blocks; two rounds are in memory at a time."""
 
 
-def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]]) -> list[list[int]]:
+def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]], query_heads: float) -> list[list[int]]:
     """The distances 1, 2, … around the ring, joined while no rank receives too much at a time.
 
     It is the same on every rank, and no distance is left out, so that messages meet in the same order
     everywhere.
     """
-    budget = ROUND_TOKENS * layout.num_local_tokens * layout.ulysses
+    times = min(ROUND_TOKENS, max(1.0, ROUND_MEMORY * query_heads / 2))
+    budget = times * layout.num_local_tokens * layout.ulysses
     rounds: list[list[int]] = []
     load = [0] * layout.ring
     for distance in range(1, layout.ring):

@@ -23,7 +23,8 @@ def softmax_attention(
 ) -> Tensor:
     """Causal attention within each sequence of the row, for this rank's tokens; padding gets 0."""
     if context.ulysses.size == 1:
-        plan = context.ring_plan(window, shared=True, whole=True)
+        ratio = q_THD.shape[1] / k_TGD.shape[1]
+        plan = context.ring_plan(window, shared=True, whole=True, query_heads=ratio)
         return ring_attention(q_THD, k_TGD, v_TGD, plan, context.ring, scale, sink_H)
     # Shared tokens change hands; sequences that live whole on this rank stay, with all their heads.
     shared = context.layout.num_shared_tokens(context.rank)
@@ -34,7 +35,8 @@ def softmax_attention(
             q_THD[:shared], k_TGD[:shared], v_TGD[:shared], context.group_tokens, heads, context.ulysses
         )
         sink = None if sink_H is None else sink_H[heads.query_heads(context.ulysses.rank)]
-        plan = context.ring_plan(window, shared=True, whole=False)
+        ratio = q.shape[1] / k.shape[1]
+        plan = context.ring_plan(window, shared=True, whole=False, query_heads=ratio)
         out = ring_attention(q, k, v, plan, context.ring, scale, sink)
         parts.append(tokens_for_heads(out, context.group_tokens, context.ulysses))
     if shared < len(q_THD):
