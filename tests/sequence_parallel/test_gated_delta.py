@@ -34,6 +34,8 @@ ROWS: dict[str, tuple[int, ...]] = {
     # Pieces of one and two tokens: a halo of three reaches over several ranks.
     "short": (3, 1, 2, 5, 4, 9, 1),
     "a token a rank": (8,),
+    # On four ranks the parts of the second, from outside in, are not in the order of the ranks.
+    "out of rank order": (113, 103),
     "ranks without tokens": (5,),
 }
 DECAYS = ("none", "strong", "mixed")

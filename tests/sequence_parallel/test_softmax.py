@@ -12,6 +12,7 @@ from torch import Tensor
 
 from seqbraid import Mesh, SequenceLayout
 from seqbraid.comm import Group
+from seqbraid.layout.balance import balance
 from seqbraid.sequence_parallel import ring
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.softmax import softmax_attention
@@ -105,6 +106,13 @@ def worst_errors(path: str, ring: int, ulysses: int, policy: str) -> tuple[dict[
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 def test_equals_each_sequence_alone(prepare: Prepare, ring: int, ulysses: int, policy: str) -> None:
     for errors, _ in ranks.run(worst_errors, ring * ulysses, prepare(), ring, ulysses, policy):
+        assert max(errors.values()) < 1e-12, errors
+
+
+def test_parts_need_not_be_in_the_order_of_ranks(prepare: Prepare) -> None:
+    lengths = (113, 103)
+    assert list(balance(lengths, 4, 1).shares[1]) == [3, 0, 1, 2]
+    for errors, _ in ranks.run(worst_errors, 4, prepare(lengths), 4, 1, "balanced"):
         assert max(errors.values()) < 1e-12, errors
 
 
