@@ -97,11 +97,12 @@ def _serve(pipe: Connection) -> None:
     while True:
         function, rank, world_size, store, args = pipe.recv()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+        if (
+            world_size > 1
+        ):  # an error here ends the process: what torch would keep of it disturbs the next case
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+            dist.barrier()  # a case that raises at once must not hang up on a rank that is still connecting
         try:
-            if world_size > 1:
-                dist.init_process_group(
-                    "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-                )
             outcome: Any = ("ok", function(*args))
         except Exception as error:
             outcome = ("error", Raised(type(error).__name__, str(error)), traceback.format_exc())
