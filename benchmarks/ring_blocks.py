@@ -190,10 +190,10 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
             slowest[choice, size, policy] = sum(worst)
             errors = [relative(a, b) for a, b in zip(join(ranks[0].layout, ranks), undivided, strict=True)]
             ratio = slowest[choice, size, policy] / slowest[choices[0], size, policy]
+            efficiency = sum(single) / (size * sum(worst))
             print(
-                f"  {choice:>6}, P={size} {policy}: slowest rank {worst.forward:.2f} + {worst.backward:.2f} "
-                "ms "
-                f"({ratio:.2f} × {choices[0]}), efficiency {100 * sum(single) / (size * sum(worst)):.1f} % "
+                f"  {choice:>6}, P={size} {policy}: slowest rank {worst.forward:.2f} + "
+                f"{worst.backward:.2f} ms ({ratio:.2f} × {choices[0]}), efficiency {100 * efficiency:.1f} % "
                 f"(forward {100 * single.forward / (size * worst.forward):.1f}, backward "
                 f"{100 * single.backward / (size * worst.backward):.1f}; all ranks "
                 f"{100 * sum(single) / (size * mean):.1f}); off by {max(errors):.1e} at most",

@@ -21,9 +21,9 @@ CUT_TOKEN = 300.0
 KEY = 200.0
 """What a key costs the rank that receives it, its way not counted: its gradient is made there and sent back.
 
-These two lie between fits to the times of ranks of several packed rows on an H200, forward and backward, 32
-query and 8 key heads of 128 (`benchmarks/ring_blocks.py`): 140 to 440 and 200 to 260 with FlashAttention-4,
-310 and 140 to 200 with cuDNN."""
+These two lie between least-squares fits to the times of single ranks (`Rank` of `benchmarks/ring_blocks.py`,
+rows 0 to 3 and 26, H200, forward and backward, 32 query and 8 key heads of 128): 140 to 440 and 200 to 260
+with FlashAttention-4, 310 and 140 to 200 with cuDNN."""
 
 SHARED_TOKEN = 500.0
 """What a token costs more that changes hands inside a Ulysses group; a guess."""

@@ -50,8 +50,7 @@ new shape costs."""
 
 
 FEW_CALLS = 8
-"""Up to so many varlen calls are made instead of gathering rows for one. A rank with four blocks took 7 %
-longer for gathering (H200, FlashAttention-4)."""
+"""Up to so many varlen calls are made instead of gathering rows for one, which takes longer."""
 
 
 class Block(NamedTuple):
