@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from seqbraid.layout import SequenceLayout
 from seqbraid.ops import blocks
-from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
 from seqbraid.ops.flash_impl import TORCH, flash_impl, use_flash_attention
 from seqbraid.sequence_parallel.context import StepContext
+from seqbraid.sequence_parallel.ring import Gradients, Keys, ring_backward, ring_forward
 from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
 from seqbraid.verify.gpu_time import gpu_times
 
@@ -45,6 +46,35 @@ def _sent_to(layout: SequenceLayout, source: int, target: int) -> list[Message]:
     return [message for round_ in rounds for message in round_.sent if message.rank == target]
 
 
+class Here(Keys):
+    """Keys that are here already."""
+
+    def __init__(self, received: list[tuple[Tensor, Tensor]]) -> None:
+        self.received = iter(received)
+
+    def fetch(self) -> None:
+        """Nothing to fetch."""
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Those of the next round."""
+        return next(self.received)
+
+
+class Kept(Gradients):
+    """Gradients of other ranks' keys, kept instead of sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Tensor, Tensor]] = []
+
+    def send(self, round_: RingRound, dk: Tensor, dv: Tensor) -> None:
+        """Keep a round's."""
+        self.sent.append((dk, dv))
+
+    def all_in(self) -> tuple[Tensor, Tensor]:
+        """Ours, to which `join` adds."""
+        return self.dk, self.dv
+
+
 class Rank:
     """One rank's blocks: its own rows, and the keys it would receive, taken from the row directly."""
 
@@ -53,11 +83,9 @@ class Rank:
         self.q, self.k, self.v, self.dout = (layout.shard(x, rank) for x in row)
         ratio = self.q.shape[1] / self.k.shape[1]
         plan = StepContext(layout, rank).ring_plan(None, shared=True, whole=True, query_heads=ratio)
-        self.local, self.shared = plan.local, slice(plan.num_shared)
-        self.steps = [round_ for round_ in plan.rounds if round_.num_received]
-        self.received = [self._received(round_, row) for round_ in self.steps]
+        self.plan = replace(plan, rounds=tuple(round_ for round_ in plan.rounds if round_.num_received))
+        self.received = [self._received(round_, row) for round_ in self.plan.rounds]
         self.scale = self.q.shape[-1] ** -0.5
-        self.sum_dtype = torch.float32 if len(self.steps) > 1 else self.q.dtype
 
     def _received(self, round_: RingRound, row: list[Tensor]) -> tuple[Tensor, Tensor]:
         parts = []
@@ -70,31 +98,15 @@ class Rank:
         return (k, v) if order is None else (k[order.cuda()], v[order.cuda()])
 
     def forward(self) -> None:
-        self.out, self.lse = block_attention(self.q, self.k, self.v, self.local, self.scale)
-        if self.steps:
-            shared = self.shared
-            wide, lse = self.out[shared].to(self.sum_dtype), self.lse[:, shared].contiguous()
-            for step, (k, v) in zip(self.steps, self.received, strict=True):
-                merge_block_attention(wide, lse, self.q[shared], k, v, step.blocks, self.scale)
-            self.lse[:, shared] = lse
-            if len(self.steps) > 1:
-                self.out[shared] = wide
+        keys = Here(self.received)
+        self.out, self.lse = ring_forward(self.q, self.k, self.v, self.plan, self.scale, keys)
 
     def backward(self) -> None:
-        arguments = (self.dout, self.q, self.k, self.v, self.out, self.lse, self.local, self.scale)
-        self.dq, self.dk, self.dv = block_attention_backward(*arguments)
-        self.sent = []
-        if self.steps:
-            shared = self.shared
-            dq = self.dq[shared].to(self.sum_dtype)
-            self.shared_dkv = [self.dk[shared].float(), self.dv[shared].float()]
-            queries = (self.dout[shared], self.q[shared])
-            results = (self.out[shared], self.lse[:, shared].contiguous())
-            for step, (k, v) in zip(self.steps, self.received, strict=True):
-                _, *theirs = block_attention_backward(*queries, k, v, *results, step.blocks, self.scale, dq)
-                self.sent.append(theirs)
-            if len(self.steps) > 1:
-                self.dq[shared] = dq
+        self.home = Kept()
+        tensors = (self.dout, self.q, self.k, self.v, self.out, self.lse)
+        self.dq, self.dk, self.dv = ring_backward(
+            *tensors, self.plan, self.scale, Here(self.received), self.home
+        )
 
 
 def time_ranks(ranks: list[Rank]) -> list[Times]:
@@ -106,21 +118,23 @@ def time_ranks(ranks: list[Rank]) -> list[Times]:
 def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
     """Out and gradients of the row, the gradients of keys brought home."""
     for rank in ranks:
-        for round_, theirs in zip(rank.steps, rank.sent, strict=True):
+        for round_, theirs in zip(rank.plan.rounds, rank.home.sent, strict=True):
             back = round_.unsorting
-            theirs = [x if back is None else x[back.cuda()] for x in theirs]
+            parts = [x if back is None else x[back.cuda()] for x in theirs]
             first = 0
             for message in round_.received:
                 (sent,) = _sent_to(layout, message.rank, rank.rank)
+                home = ranks[message.rank].home
                 begin = first
                 for start, stop in sent.rows:
-                    for total, part in zip(ranks[message.rank].shared_dkv, theirs, strict=True):
+                    for total, part in zip((home.dk, home.dv), parts, strict=True):
                         total[start:stop] += part[begin : begin + stop - start]
                     begin += stop - start
                 first += message.num_rows
     for rank in ranks:
-        if rank.steps:
-            rank.dk[rank.shared], rank.dv[rank.shared] = rank.shared_dkv
+        if rank.plan.rounds:
+            shared = slice(rank.plan.num_shared)
+            rank.dk[shared], rank.dv[shared] = rank.home.all_in()
     return [layout.unshard([getattr(rank, name) for rank in ranks]) for name in ("out", "dq", "dk", "dv")]
 
 

@@ -3,6 +3,10 @@
 Letters: T query tokens, S key tokens, H query heads, G key/value heads (G divides H), D head size.
 
 Rows of no block get out 0 and LSE −inf, and no gradient.
+
+The functions do it at once. The classes do it in two steps, between which other blocks can be started: with
+`ahead`, kernels wait for what was launched when the object was made, and not for blocks started before them
+(see `streams.py`).
 """
 
 from __future__ import annotations
@@ -12,25 +16,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .blocks import BlockPlan, num_rows
-from .merge import Rows, merge_rows
-from .streams import side_by_side
+from .blocks import BlockPlan, gaps, num_rows
+from .merge import Rows, add_rows, merge_rows
+from .streams import Calls
 
 
 def block_attention(
     q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: BlockPlan, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of every block; returns out `[T, H, D]` and its natural-log LSE `[H, T]`."""
-    lse_HT = q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=wide_dtype(q_THD))
-    groups = plan.groups(q_THD, v_SGD)
-    whole = _Whole(q_THD[..., : v_SGD.shape[2]], [group.q_rows for group in groups])
-    calls = [
-        partial(group.forward, q_THD, k_SGD, v_SGD, scale, whole.place(group.q_rows)) for group in groups
-    ]
-    for group, (out, lse) in zip(groups, side_by_side(calls, q_THD), strict=True):
-        lse_HT[:, group.q_rows] = lse
-        whole.put(group.q_rows, out)
-    return whole.filled(plan.q_ranges), lse_HT
+    return BlockForward(q_THD, k_SGD, v_SGD, plan, scale).start().finish()
 
 
 def merge_block_attention(
@@ -43,10 +38,7 @@ def merge_block_attention(
     scale: float,
 ) -> None:
     """Add blocks over further keys to an out and LSE, in place; out is rounded to what it is kept in."""
-    groups = plan.groups(q_THD, v_SGD)
-    results = side_by_side([partial(group.forward, q_THD, k_SGD, v_SGD, scale) for group in groups], q_THD)
-    for group, (out, lse) in zip(groups, results, strict=True):
-        merge_rows(out_THD, lse_HT, group.q_rows, out, lse)
+    BlockForward(q_THD, k_SGD, v_SGD, plan, scale, adds=True).start().merge(out_THD, lse_HT, out_THD)
 
 
 def block_attention_backward(
@@ -58,34 +50,107 @@ def block_attention_backward(
     lse_HT: Tensor,
     plan: BlockPlan,
     scale: float,
-    dq_THD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v through these blocks, given the out and LSE of *all* keys that a query row saw.
 
-    With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost. Where a
-    `dq_THD` is given, the gradient of q is added to it in place.
+    With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost.
     """
-    # Most keys first: a sum that starts with all of them needs no zeros.
-    groups = sorted(plan.groups(q_THD, v_SGD), key=lambda group: -num_rows(group.k_rows))
-    tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
-    q_rows, k_rows = [group.q_rows for group in groups], [group.k_rows for group in groups]
-    wholes = [
-        _Whole(q_THD, q_rows) if dq_THD is None else _Sum(dq_THD, q_THD),
-        *(_Whole(x, k_rows) if plan.keys_are_apart else _Sum(None, x) for x in (k_SGD, v_SGD)),
-    ]
-    places = list(zip(q_rows, k_rows, k_rows, strict=True))
-    calls = [
-        partial(group.backward, *tensors, *(whole.place(r) for whole, r in zip(wholes, rows, strict=True)))
-        for group, rows in zip(groups, places, strict=True)
-    ]
-    for rows, gradients in zip(places, side_by_side(calls, q_THD), strict=True):
-        for whole, r, gradient in zip(wholes, rows, gradients, strict=True):
-            whole.put(r, gradient)
-    dq, dk, dv = (
-        whole.filled(ranges)
-        for whole, ranges in zip(wholes, (plan.q_ranges, plan.k_ranges, plan.k_ranges), strict=True)
-    )
-    return dq, dk, dv
+    return BlockBackward(dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, plan, scale).start().finish()
+
+
+class BlockForward:
+    """Attention of every block: `start`, then `finish`; or `merge`, if it `adds` to that of other keys."""
+
+    def __init__(
+        self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: BlockPlan, scale: float,
+        ahead: bool = False, adds: bool = False,
+    ) -> None:  # fmt: skip
+        self._plan, self._groups = plan, plan.groups(q_THD, v_SGD)
+        rows = [group.q_rows for group in self._groups]
+        self._out = None if adds else _Whole(q_THD[..., : v_SGD.shape[2]], rows)
+        self._lse_HT = None if adds else _no_keys(q_THD)
+        calls = [
+            partial(group.forward, q_THD, k_SGD, v_SGD, scale, _place(self._out, group.q_rows))
+            for group in self._groups
+        ]
+        self._calls = Calls(calls, q_THD, ahead)
+
+    def start(self) -> BlockForward:
+        """Launch the kernels."""
+        self._calls.start()
+        return self
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Out and LSE."""
+        assert self._out is not None and self._lse_HT is not None
+        for group, (out, lse) in zip(self._groups, self._calls.results(), strict=True):
+            self._lse_HT[:, group.q_rows] = lse
+            self._out.put(group.q_rows, out)
+        return self._out.filled(self._plan.q_ranges), self._lse_HT
+
+    def merge(self, out_THD: Tensor, lse_HT: Tensor, into_THD: Tensor) -> None:
+        """Write the out of the keys before and of these to `into`, which may be the one before; the LSE
+        changes in place.
+        """
+        for group, (out, lse) in zip(self._groups, self._calls.results(), strict=True):
+            merge_rows(out_THD, lse_HT, group.q_rows, out, lse, into_THD)
+        _copy_gaps(out_THD, into_THD, self._plan.q_ranges)
+
+
+class BlockBackward:
+    """`block_attention_backward`: `start`, then `finish`; or `add`, if it `adds` to the gradient of q."""
+
+    def __init__(
+        self, dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor,
+        plan: BlockPlan, scale: float, ahead: bool = False, adds: bool = False,
+    ) -> None:  # fmt: skip
+        # Most keys first: a sum that starts with all of them needs no zeros.
+        self._groups = sorted(plan.groups(q_THD, v_SGD), key=lambda group: -num_rows(group.k_rows))
+        q_rows, k_rows = ([getattr(g, name) for g in self._groups] for name in ("q_rows", "k_rows"))
+        self._plan = plan
+        self._dq = None if adds else _Whole(q_THD, q_rows)
+        self._dkv = [_Whole(x, k_rows) if plan.keys_are_apart else _Sum(x) for x in (k_SGD, v_SGD)]
+        tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
+        calls = [
+            partial(
+                group.backward,
+                *tensors,
+                _place(self._dq, group.q_rows),
+                *(_place(whole, group.k_rows) for whole in self._dkv),
+            )
+            for group in self._groups
+        ]
+        self._calls = Calls(calls, q_THD, ahead)
+
+    def start(self) -> BlockBackward:
+        """Launch the kernels."""
+        self._calls.start()
+        return self
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v."""
+        assert self._dq is not None
+        results = self._calls.results()
+        for group, (dq, _, _) in zip(self._groups, results, strict=True):
+            self._dq.put(group.q_rows, dq)
+        return self._dq.filled(self._plan.q_ranges), *self._keys_and_values(results)
+
+    def add(self, dq_THD: Tensor, into_THD: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of k and v; that of q and the `dq` before it together are written to `into`, which may be
+        the latter.
+        """
+        results = self._calls.results()
+        for group, (dq, _, _) in zip(self._groups, results, strict=True):
+            add_rows(dq_THD, group.q_rows, dq, into_THD)
+        _copy_gaps(dq_THD, into_THD, self._plan.q_ranges)
+        return self._keys_and_values(results)
+
+    def _keys_and_values(self, results: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+        (dk, dv), self._dkv = self._dkv, []
+        for group, (_, k_part, v_part) in zip(self._groups, results, strict=True):
+            dk.put(group.k_rows, k_part)
+            dv.put(group.k_rows, v_part)
+        return dk.filled(self._plan.k_ranges), dv.filled(self._plan.k_ranges)
 
 
 class _Whole:
@@ -113,24 +178,19 @@ class _Whole:
     def filled(self, ranges: list[tuple[int, int]]) -> Tensor:
         """The tensor; rows outside the ranges, which are in order, have been of no call."""
         assert self.tensor is not None
-        end = 0
-        for start, stop in [*ranges, (len(self.tensor), len(self.tensor))]:
-            if start > end:
-                self.tensor[end:start] = 0
-            end = max(end, stop)
+        for start, stop in gaps(ranges, len(self.tensor)):
+            self.tensor[start:stop] = 0
         return self.tensor
 
 
 class _Sum:
-    """A tensor to which each call adds: rows may be of several (window tiles share keys, ring steps share
-    queries). It starts as what is given, as the part of a call that has all rows, or as 0.
+    """A tensor to which each call adds: several may have the same keys. It starts as the part of a call that
+    has all rows, or as 0.
     """
 
-    def __init__(self, total: Tensor | None, like: Tensor) -> None:
-        self.total, self.like = total, like
-
-    def place(self, rows: Rows) -> None:
-        """Calls write and do not add."""
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.total: Tensor | None = None
 
     def put(self, rows: Rows, part: Tensor) -> None:
         """Add what a call gave for its rows."""
@@ -149,6 +209,18 @@ class _Sum:
         return torch.zeros_like(self.like) if self.total is None else self.total
 
 
+def _place(whole: _Whole | _Sum | None, rows: Rows) -> Tensor | None:
+    """Where a call may write its rows: it does not add."""
+    return whole.place(rows) if isinstance(whole, _Whole) else None
+
+
+def _copy_gaps(source: Tensor, into: Tensor, ranges: list[tuple[int, int]]) -> None:
+    """Rows outside the ranges, unless both are one tensor."""
+    if source.data_ptr() != into.data_ptr():
+        for start, stop in gaps(ranges, len(into)):
+            into[start:stop] = source[start:stop]
+
+
 def add_sink(out_THD: Tensor, lse_HT: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
     """Let a sink take its share of the softmax: given this out and LSE, the block backward stays as it is."""
     empty = lse_HT.isneginf()
@@ -162,6 +234,11 @@ def sink_gradient(dout_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sink_H: Ten
     weight_HT = (sink_H.to(lse_HT.dtype)[:, None] - lse_HT).exp().masked_fill(lse_HT.isneginf(), 0)
     inner_HT = (dout_THD.to(lse_HT.dtype) * out_THD.to(lse_HT.dtype)).sum(-1).T
     return -(weight_HT * inner_HT).sum(1).to(sink_H.dtype)
+
+
+def _no_keys(q_THD: Tensor) -> Tensor:
+    """The LSE `[H, T]` of queries that have seen nothing."""
+    return q_THD.new_full(q_THD.shape[1::-1], -torch.inf, dtype=wide_dtype(q_THD))
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:

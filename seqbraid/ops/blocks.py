@@ -187,6 +187,16 @@ def num_rows(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
+def gaps(ranges: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
+    """What lies before, between and behind ranges, which are in order, of so many rows."""
+    found, end = [], 0
+    for start, stop in [*ranges, (total, total)]:
+        if start > end:
+            found.append((end, start))
+        end = max(end, stop)
+    return found
+
+
 def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
     if all(start == stop for (_, stop), (start, _) in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])

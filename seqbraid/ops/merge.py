@@ -1,12 +1,15 @@
-"""Adding a block's out and LSE to those of the keys seen before, in place.
+"""Adding what further keys give to the sums of those seen before.
 
 Letters: T query tokens, n rows of the block, H query heads, D head size.
+
+Sums may be read in one place and written to another, of another precision, so that the first of several
+reads 16-bit numbers and the last writes them, and only what lies between is wider.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,27 +18,45 @@ Rows = slice | Tensor
 """Rows of a tensor: a slice where they lie side by side, else indices."""
 
 
-def merge_rows(out_THD: Tensor, lse_HT: Tensor, rows: Rows, part_nHD: Tensor, part_lse_Hn: Tensor) -> None:
-    """Make `out` and `lse` of these rows those of the old and the new keys together."""
-    fused = out_THD.is_cuda and out_THD.dtype != torch.float64 and out_THD.is_contiguous()
-    kernel = _fused_kernel() if fused else None
-    if kernel is not None:
-        kernel(out_THD, lse_HT, rows, part_nHD.contiguous(), part_lse_Hn.contiguous())
+def merge_rows(
+    out_THD: Tensor, lse_HT: Tensor, rows: Rows, part_nHD: Tensor, part_lse_Hn: Tensor, into_THD: Tensor
+) -> None:
+    """Write these rows' out of the old and the new keys together to `into`, which may be `out` itself; the
+    LSE changes in place.
+    """
+    kernels = _fused_kernels(out_THD, into_THD)
+    if kernels is not None:
+        kernels.merge_rows(out_THD, lse_HT, rows, part_nHD.contiguous(), part_lse_Hn.contiguous(), into_THD)
         return
     before = lse_HT[:, rows]
     after = torch.logaddexp(before, part_lse_Hn)
     # −inf before: these rows had seen no key yet, and their share of the sum is nothing.
     kept = out_THD[rows] * (before - after).exp().T[..., None]
     kept.addcmul_(part_nHD.to(kept.dtype), (part_lse_Hn - after).exp().T[..., None])
-    out_THD[rows] = kept.to(out_THD.dtype)
+    into_THD[rows] = kept.to(into_THD.dtype)
     lse_HT[:, rows] = after
 
 
+def add_rows(total_THD: Tensor, rows: Rows, part_nHD: Tensor, into_THD: Tensor) -> None:
+    """Write the sum of these rows and a part to `into`, which may be `total` itself."""
+    kernels = _fused_kernels(total_THD, into_THD)
+    if kernels is not None:
+        kernels.add_rows(total_THD, rows, part_nHD.contiguous(), into_THD)
+        return
+    wide = torch.promote_types(torch.promote_types(total_THD.dtype, into_THD.dtype), torch.float32)
+    into_THD[rows] = (total_THD[rows].to(wide) + part_nHD.to(wide)).to(into_THD.dtype)
+
+
+def _fused_kernels(x: Tensor, into: Tensor) -> ModuleType | None:
+    """One pass over memory instead of several, on a GPU with Triton; float64 is not for it."""
+    fits = x.is_cuda and x.dtype != torch.float64 and x.is_contiguous() and into.is_contiguous()
+    return _triton_kernels() if fits else None
+
+
 @cache
-def _fused_kernel() -> Any:
-    """One pass over memory instead of seven; None where Triton is not installed."""
+def _triton_kernels() -> ModuleType | None:
     try:
-        from .merge_triton import merge_rows_triton
+        from . import merge_triton
     except ImportError:
         return None
-    return merge_rows_triton
+    return merge_triton

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The merge of `merge.py` as one Triton kernel: it reads and writes every number once."""
+"""The sums of `merge.py` as Triton kernels: they read and write every number once, and add in float32."""
 
 from __future__ import annotations
 
@@ -10,16 +10,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+BLOCK_N, LSE_BLOCK_N = 16, 1024
+"""Rows of a head that a program has: of a sum, and of its LSE."""
+
+
+@triton.jit
+def _place(index, first, n, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr):
+    """Rows of the part, whether there are such, and which of the whole they are."""
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = i < n
+    row = tl.load(index + i, mask=inside, other=0) if INDEXED else first + i.to(tl.int64)
+    return i.to(tl.int64), inside, row
+
 
 @triton.jit
 def _merge_kernel(
-    out, lse, index, part, part_lse, first, n, num_tokens, num_heads,
+    out, lse, index, part, part_lse, into, first, n, num_tokens, num_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr,
-) -> None:  # fmt: skip
-    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+):  # fmt: skip
+    # The LSE is not written here: several warps read it, and none waits for the others.
+    i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
     h = tl.program_id(1)
-    inside = i < n
-    row = tl.load(index + i, mask=inside, other=0) if INDEXED else first + i.to(tl.int64)
     old = tl.load(lse + h * num_tokens + row, mask=inside, other=float("-inf"))
     new = tl.load(part_lse + h * n + i, mask=inside, other=float("-inf"))
     top = tl.maximum(old, new)
@@ -29,26 +40,75 @@ def _merge_kernel(
     add = tl.where(total > 0, tl.exp(new - top) / total, 0.0)
     d = tl.arange(0, BLOCK_D)
     both = inside[:, None] & (d < D)[None, :]
-    here = out + (row[:, None] * num_heads + h) * D + d[None, :]
-    there = part + (i.to(tl.int64)[:, None] * num_heads + h) * D + d[None, :]
-    a = tl.load(here, mask=both, other=0.0).to(tl.float32)
-    b = tl.load(there, mask=both, other=0.0).to(tl.float32)
-    tl.store(here, a * keep[:, None] + b * add[:, None], mask=both)
-    tl.store(lse + h * num_tokens + row, top + tl.log(total), mask=inside)
+    here = (row[:, None] * num_heads + h) * D + d[None, :]
+    there = (i[:, None] * num_heads + h) * D + d[None, :]
+    a = tl.load(out + here, mask=both, other=0.0).to(tl.float32)
+    b = tl.load(part + there, mask=both, other=0.0).to(tl.float32)
+    tl.store(into + here, a * keep[:, None] + b * add[:, None], mask=both)
 
 
-def merge_rows_triton(
-    out_THD: Tensor, lse_HT: Tensor, rows: Any, part_nHD: Tensor, part_lse_Hn: Tensor
+@triton.jit
+def _lse_kernel(
+    lse, index, part_lse, first, n, num_tokens, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr
+):  # fmt: skip
+    i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
+    h = tl.program_id(1)
+    old = tl.load(lse + h * num_tokens + row, mask=inside, other=float("-inf"))
+    new = tl.load(part_lse + h * n + i, mask=inside, other=float("-inf"))
+    top = tl.maximum(old, new)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(lse + h * num_tokens + row, top + tl.log(tl.exp(old - top) + tl.exp(new - top)), mask=inside)
+
+
+@triton.jit
+def _add_kernel(
+    total, index, part, into, first, n, num_heads,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr,
+):  # fmt: skip
+    i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
+    h = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    both = inside[:, None] & (d < D)[None, :]
+    here = (row[:, None] * num_heads + h) * D + d[None, :]
+    there = (i[:, None] * num_heads + h) * D + d[None, :]
+    a = tl.load(total + here, mask=both, other=0.0).to(tl.float32)
+    b = tl.load(part + there, mask=both, other=0.0).to(tl.float32)
+    tl.store(into + here, a + b, mask=both)
+
+
+def merge_rows(
+    out_THD: Tensor, lse_HT: Tensor, rows: Any, part_nHD: Tensor, part_lse_Hn: Tensor, into_THD: Tensor
 ) -> None:
-    """`merge_rows` on CUDA; `out` and `lse` are contiguous, `lse` is float32, and so is the sum before it
-    is stored."""
-    assert out_THD.is_contiguous() and lse_HT.is_contiguous()
+    """As in `merge.py`; all are contiguous, and LSEs float32."""
+    assert lse_HT.is_contiguous()
+    index, first, grid, sizes = _launch(rows, part_nHD)
+    n, num_heads, _ = part_nHD.shape
+    with torch.cuda.device(out_THD.device):
+        _merge_kernel[grid](
+            out_THD, lse_HT, index, part_nHD, part_lse_Hn, into_THD, first, n, len(out_THD), num_heads,
+            **sizes,
+        )  # fmt: skip
+        _lse_kernel[(triton.cdiv(n, LSE_BLOCK_N), num_heads)](
+            lse_HT, index, part_lse_Hn, first, n, len(out_THD),
+            BLOCK_N=LSE_BLOCK_N, INDEXED=sizes["INDEXED"],
+        )  # fmt: skip
+
+
+def add_rows(total_THD: Tensor, rows: Any, part_nHD: Tensor, into_THD: Tensor) -> None:
+    """As in `merge.py`; all are contiguous."""
+    index, first, grid, sizes = _launch(rows, part_nHD)
+    with torch.cuda.device(total_THD.device):
+        _add_kernel[grid](
+            total_THD, index, part_nHD, into_THD, first, len(part_nHD), part_nHD.shape[1], **sizes
+        )
+
+
+def _launch(rows: Any, part_nHD: Tensor) -> tuple[Tensor, int, tuple[int, int], dict[str, Any]]:
     n, num_heads, size = part_nHD.shape
     indexed = isinstance(rows, Tensor)
-    block_n = 16
-    with torch.cuda.device(out_THD.device):
-        _merge_kernel[(triton.cdiv(n, block_n), num_heads)](
-            out_THD, lse_HT, rows if indexed else out_THD, part_nHD, part_lse_Hn,
-            0 if indexed else rows.start, n, out_THD.shape[0], num_heads,
-            D=size, BLOCK_D=triton.next_power_of_2(size), BLOCK_N=block_n, INDEXED=indexed,
-        )  # fmt: skip
+    return (
+        rows if indexed else part_nHD,
+        0 if indexed else rows.start,
+        (triton.cdiv(n, BLOCK_N), num_heads),
+        {"D": size, "BLOCK_D": triton.next_power_of_2(size), "BLOCK_N": BLOCK_N, "INDEXED": indexed},
+    )

@@ -9,20 +9,22 @@ with a block's own statistics the gradient that flows through the merge would be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..comm.group import Group, Transfer
 from ..ops.attention import (
+    BlockBackward,
+    BlockForward,
     add_sink,
     block_attention,
     block_attention_backward,
-    merge_block_attention,
     sink_gradient,
 )
+from ..ops.blocks import BlockPlan
 from .ring_plan import Message, RingPlan, RingRound
 
 
@@ -55,15 +57,7 @@ class _RingAttention(torch.autograd.Function):
         group: Group,
         scale: float,
     ) -> Tensor:
-        keys = _Keys(k, v, plan, group, "ring")
-        out, lse = block_attention(q, k, v, plan.local, scale)
-        if plan.rounds:
-            shared = slice(plan.num_shared)
-            wide, wide_lse = out[shared].to(_sum_dtype(out, lse, plan)), lse[:, shared].contiguous()
-            for round_ in plan.rounds:
-                merge_block_attention(wide, wide_lse, q[shared], *keys.next(), round_.blocks, scale)
-            lse[:, shared] = wide_lse
-            _round_into(out[shared], wide)
+        out, lse = ring_forward(q, k, v, plan, scale, Keys(k, v, plan, group, "ring"))
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, out, lse, sink)
@@ -73,70 +67,134 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink = ctx.saved_tensors
-        plan, group, scale = ctx.plan, ctx.group, ctx.scale
-        keys = _Keys(k, v, plan, group, "ring again")
-        gradients = block_attention_backward(dout, q, k, v, out, lse, plan.local, scale)
-        if plan.rounds:
-            shared = slice(plan.num_shared)
-            dq = gradients[0][shared].to(_sum_dtype(q, lse, plan))
-            dk, dv = (x[shared].to(lse.dtype) for x in gradients[1:])  # several ranks may send theirs
-            home = _Gradients(dk, dv, k.dtype, group)
-            rows = (dout[shared], q[shared])
-            seen = (out[shared], lse[:, shared].contiguous())
-            for round_ in plan.rounds:
-                _, *theirs = block_attention_backward(*rows, *keys.next(), *seen, round_.blocks, scale, dq)
-                home.send(round_, *theirs)
-            home.take_in()
-            for gradient, total in zip(gradients, (dq, dk, dv), strict=True):
-                _round_into(gradient[shared], total)
+        keys = Keys(k, v, ctx.plan, ctx.group, "ring again")
+        gradients = ring_backward(dout, q, k, v, out, lse, ctx.plan, ctx.scale, keys, Gradients(ctx.group))
         dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
         return *gradients, dsink, None, None, None
 
 
-def _sum_dtype(x: Tensor, lse: Tensor, plan: RingPlan) -> torch.dtype:
-    """What sums over rounds are kept in. One round adds to a row once, and its sum is rounded once either
-    way.
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, scale: float, keys: Keys
+) -> tuple[Tensor, Tensor]:
+    """Out and LSE of this rank's queries over its own keys and those that come in."""
+    if not plan.rounds:
+        return block_attention(q, k, v, plan.local, scale)
+    shared = slice(plan.num_shared)
+    calls = _in_turn(
+        BlockForward(q, k, v, plan.local, scale, ahead=True),
+        lambda k, v, blocks: BlockForward(q[shared], k, v, blocks, scale, ahead=True, adds=True),
+        plan,
+        keys,
+    )
+    out, lse = next(calls).finish()
+    shared_lse = lse[:, shared].contiguous()
+    for call, (before, into) in zip(calls, _places(out[shared], plan, lse.dtype), strict=True):
+        call.merge(before, shared_lse, into)
+    lse[:, shared] = shared_lse
+    return out, lse
+
+
+def ring_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: RingPlan, scale: float,
+    keys: Keys, home: Gradients,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of this rank's queries, keys and values; those of other ranks' keys are sent home."""
+    if not plan.rounds:
+        return block_attention_backward(dout, q, k, v, out, lse, plan.local, scale)
+    shared = slice(plan.num_shared)
+    rows, seen = (dout[shared], q[shared]), (out[shared], lse[:, shared].contiguous())
+    # Large blocks gain nothing from being started ahead here, and their kernels want much memory.
+    ahead = len(plan.rounds) == 1
+    calls = _in_turn(
+        BlockBackward(dout, q, k, v, out, lse, plan.local, scale, ahead),
+        lambda k, v, blocks: BlockBackward(*rows, k, v, *seen, blocks, scale, ahead, adds=True),
+        plan,
+        keys,
+    )
+    dq, dk, dv = next(calls).finish()
+    # Wide, since several ranks may send theirs.
+    home.begin(dk[shared].to(lse.dtype), dv[shared].to(lse.dtype), k.dtype)
+    places = _places(dq[shared], plan, lse.dtype)
+    for call, (before, into), round_ in zip(calls, places, plan.rounds, strict=True):
+        home.send(round_, *call.add(before, into))
+    dk[shared], dv[shared] = home.all_in()
+    return dq, dk, dv
+
+
+Started = TypeVar("Started", BlockForward, BlockBackward)
+
+
+def _in_turn(
+    local: Started, of_round: Callable[[Tensor, Tensor, BlockPlan], Started], plan: RingPlan, keys: Keys
+) -> Iterator[Started]:
+    """The blocks of our own keys, then those of each round, started and to be finished.
+
+    Those of a round are made before the ones before them are finished, so that on a GPU they do not wait for
+    them, and start while those drain.
     """
-    return x.dtype if len(plan.rounds) == 1 else lse.dtype
+    running = local.start()
+    for round_ in plan.rounds:
+        coming = of_round(*keys.take(), round_.blocks)
+        yield running
+        keys.fetch()
+        running = coming.start()
+    yield running
 
 
-def _round_into(rows: Tensor, total: Tensor) -> None:
-    """Sums over rounds to where they belong, unless they were made there."""
-    if total.data_ptr() != rows.data_ptr():
-        rows.copy_(total)
+def _places(rows: Tensor, plan: RingPlan, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each round where the sum before it is, and where it leaves its own.
+
+    What lies between two rounds is wide, and the last one rounds it. Rounds without blocks leave all where it
+    is.
+    """
+    has_blocks = [len(round_.blocks.blocks) > 0 for round_ in plan.rounds]
+    left = sum(has_blocks)
+    wide = rows if left < 2 or rows.dtype == dtype else torch.empty_like(rows, dtype=dtype)
+    before = rows
+    for has in has_blocks:
+        left -= has
+        into = before if not has else wide if left else rows
+        yield before, into
+        before = into
 
 
-class _Keys:
+class Keys:
     """The keys and values of the other ranks, one round ahead of their use."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: RingPlan, group: Group, name: str) -> None:
         self.k, self.v, self.group, self.name = k, v, group, name
         self.rounds = iter(plan.rounds)
-        self.under_way = self._start()
+        self.under_way: tuple[RingRound, Tensor, Transfer] | None = None
+        self.fetch()
 
-    def next(self) -> tuple[Tensor, Tensor]:
-        """What this round received; the exchange of the round after it is started first."""
-        assert self.under_way is not None
-        round_, buffer, transfer = self.under_way
-        transfer.wait()
-        self.under_way = self._start()
-        return _parted(_reordered(buffer, round_.sorting), self.k, self.v)
-
-    def _start(self) -> tuple[RingRound, Tensor, Transfer] | None:
+    def fetch(self) -> None:
+        """Start the exchange of the next round, if there is one."""
         round_ = next(self.rounds, None)
         if round_ is None:
-            return None
+            return
         sends = [(m.rank, _joined(_rows(self.k, m), _rows(self.v, m))) for m in round_.sent]
         buffer = self.k.new_empty(round_.num_received, _width(self.k, self.v))
-        return round_, buffer, self.group.exchange(sends, _by_rank(buffer, round_.received), self.name)
+        transfer = self.group.exchange(sends, _by_rank(buffer, round_.received), self.name)
+        self.under_way = (round_, buffer, transfer)
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """What was fetched, when it is here."""
+        assert self.under_way is not None
+        (round_, buffer, transfer), self.under_way = self.under_way, None
+        transfer.wait()
+        return _parted(_reordered(buffer, round_.sorting), self.k, self.v)
 
 
-class _Gradients:
+class Gradients:
     """The gradients of other ranks' keys on their way home, and those of ours as they come in."""
 
-    def __init__(self, dk: Tensor, dv: Tensor, dtype: torch.dtype, group: Group) -> None:
-        self.dk, self.dv, self.dtype, self.group = dk, dv, dtype, group
+    def __init__(self, group: Group) -> None:
+        self.group = group
         self.under_way: tuple[RingRound, Tensor, Transfer] | None = None
+
+    def begin(self, dk: Tensor, dv: Tensor, dtype: torch.dtype) -> None:
+        """Those of our keys so far, to be added to, and what they are sent in."""
+        self.dk, self.dv, self.dtype = dk, dv, dtype
 
     def send(self, round_: RingRound, dk: Tensor, dv: Tensor) -> None:
         """Start sending a round's gradients to their owners; take in what came for us in the round before."""
@@ -144,16 +202,19 @@ class _Gradients:
         expected = sum(message.num_rows for message in round_.sent)
         buffer = self.dk.new_empty(expected, _width(self.dk, self.dv), dtype=self.dtype)
         transfer = self.group.exchange(sends, _by_rank(buffer, round_.sent), "ring gradient")
-        self.take_in()
+        self._take_in()
         self.under_way = (round_, buffer, transfer)
 
-    def take_in(self) -> None:
-        """Add what is under way to our gradients."""
+    def all_in(self) -> tuple[Tensor, Tensor]:
+        """The gradients of our keys, when all have come."""
+        self._take_in()
+        return self.dk, self.dv
+
+    def _take_in(self) -> None:
         if self.under_way is None:
             return
-        round_, buffer, transfer = self.under_way
+        (round_, buffer, transfer), self.under_way = self.under_way, None
         transfer.wait()
-        self.under_way = None
         ranges = [rows for message in round_.sent for rows in message.rows]
         for part, total in zip(_parted(buffer, self.dk, self.dv), (self.dk, self.dv), strict=True):
             begin = 0

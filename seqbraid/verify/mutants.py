@@ -92,16 +92,17 @@ def _padding_routed() -> AbstractContextManager[Any]:
     )
 
 
-def _block_statistics(module: Any) -> AbstractContextManager[Any]:
+def _block_statistics() -> AbstractContextManager[Any]:
     """The backward of a block from the block's own out and LSE instead of the merged ones."""
-    right = attention_ops.block_attention_backward
+    right = attention_ops.BlockBackward.__init__
 
     def wrong(
-        dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float, *dq: Any
-    ) -> Any:
-        return right(dout, q, k, v, *attention_ops.block_attention(q, k, v, plan, scale), plan, scale, *dq)
+        self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float, **how: bool
+    ) -> None:
+        own = attention_ops.block_attention(q, k, v, plan, scale)
+        right(self, dout, q, k, v, *own, plan, scale, **how)
 
-    return patch.object(module, "block_attention_backward", wrong)
+    return patch.object(attention_ops.BlockBackward, "__init__", wrong)
 
 
 def _attention_changed(**changes: Any) -> AbstractContextManager[Any]:
@@ -121,7 +122,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("targets shifted across samples", _targets_shifted_across_samples, "llama"),
     Mutant("padding counted in the divisor", _padding_counted, "llama"),
     Mutant("padding counted by the router", _padding_routed, "qwen3_moe"),
-    Mutant("LSE gradient dropped", lambda: _block_statistics(attention_ops), "blocks"),
+    Mutant("LSE gradient dropped", _block_statistics, "blocks"),
     Mutant("sliding window ignored", lambda: _attention_changed(window=None), "gemma3"),
     Mutant("sink ignored", lambda: _attention_changed(sink_H=None), "gpt_oss"),
 )
@@ -129,23 +130,21 @@ MUTANTS: tuple[Mutant, ...] = (
 
 def _lse_aliased() -> AbstractContextManager[Any]:
     """The LSE that is kept is that of the first block: the merge went into a copy."""
-    right = ring_module.merge_block_attention
-
-    def wrong(out: Any, lse: Any, *rest: Any) -> None:
-        right(out, lse.clone(), *rest)
-
-    return patch.object(ring_module, "merge_block_attention", wrong)
+    right = attention_ops.BlockForward.merge
+    return patch.object(
+        attention_ops.BlockForward, "merge", lambda self, out, lse, into: right(self, out, lse.clone(), into)
+    )
 
 
 def _wrong_keys() -> AbstractContextManager[Any]:
     """One round gets keys of the right shape from the wrong rank: our own."""
-    right = ring_module._Keys.next
+    right = ring_module.Keys.take
 
     def wrong(self: Any) -> Any:
         k, v = right(self)
         return (self.k[: len(k)], self.v[: len(v)]) if len(self.k) >= len(k) else (k, v)
 
-    return patch.object(ring_module._Keys, "next", wrong)
+    return patch.object(ring_module.Keys, "take", wrong)
 
 
 def _kv_gradient_not_summed() -> AbstractContextManager[Any]:
@@ -262,7 +261,7 @@ def stale_context() -> AbstractContextManager[Any]:
 
 
 RANK_MUTANTS: tuple[Mutant, ...] = (
-    Mutant("per-block LSE in backward", lambda: _block_statistics(ring_module), "llama", ring=2),
+    Mutant("per-block LSE in backward", _block_statistics, "llama", ring=2),
     Mutant("LSE aliased", _lse_aliased, "llama", ring=2),
     Mutant("the wrong rank's keys in one round", _wrong_keys, "llama", ring=2),
     Mutant("KV-head gradient not summed", _kv_gradient_not_summed, "llama", ulysses=4),

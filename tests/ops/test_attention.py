@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from seqbraid.comm import Group
-from seqbraid.ops.attention import block_attention, block_attention_backward, merge_block_attention
+from seqbraid.ops.attention import (
+    BlockBackward,
+    BlockForward,
+    block_attention,
+    block_attention_backward,
+    merge_block_attention,
+)
 from seqbraid.ops.attention_kernels import (
     DenseShape,
     dense_backward,
@@ -16,7 +22,7 @@ from seqbraid.ops.attention_kernels import (
     math_forward,
 )
 from seqbraid.ops.blocks import Block, BlockPlan, DenseGroup, rounded
-from seqbraid.ops.merge import merge_rows
+from seqbraid.ops.merge import add_rows, merge_rows
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
 from tests.plain import plain_attention, relative
@@ -81,20 +87,65 @@ def test_blocks_merge_through_lse_and_backward_takes_the_global_ones() -> None:
             assert wanted.norm() > 1 and relative(total, wanted) < 1e-12, name
 
 
-@pytest.mark.parametrize("rows", [slice(2, 7), torch.tensor([6, 3, 9])], ids=["side by side", "anywhere"])
-def test_a_merge_is_rounded_to_what_it_is_kept_in(rows: slice | Tensor) -> None:
+ROWS = {"side by side": slice(2, 7), "anywhere": torch.tensor([6, 3, 9])}
+DTYPES = {
+    "in place": (torch.bfloat16, torch.bfloat16),
+    "first": (torch.bfloat16, torch.float32),
+    "between": (torch.float32, torch.float32),
+    "last": (torch.float32, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("where", DTYPES)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_sums_are_rounded_to_where_they_are_written(rows: slice | Tensor, where: str) -> None:
+    """And so only once, however narrow what is added."""
     generator = torch.Generator().manual_seed(0)
-    out, lse = torch.randn(10, 2, 8, generator=generator).bfloat16(), torch.randn(2, 10, generator=generator)
+    out, lse = torch.randn(10, 2, 8, generator=generator), torch.randn(2, 10, generator=generator)
+    before, after = DTYPES[where]
+    out = out.to(before)
     n = len(out[rows])
-    part, part_lse = (
-        torch.randn(n, 2, 8, generator=generator).bfloat16(),
-        torch.randn(2, n, generator=generator),
+    part = torch.randn(n, 2, 8, generator=generator).bfloat16()
+    part_lse = torch.randn(2, n, generator=generator)
+    weights = torch.stack([lse[:, rows], part_lse]).softmax(0).mT[..., None]
+    exact = weights[0] * out[rows].float() + weights[1] * part.float()
+    lse_before = lse[:, rows].clone()
+
+    into = out if where == "in place" else torch.full_like(out, 7.0, dtype=after)
+    added = into.clone()
+    add_rows(out, rows, part, added)
+    sums = (out[rows].float() + part.float()).to(after)
+    merge_rows(out, lse, rows, part, part_lse, into)
+    assert (exact - part.float()).abs().max() > 0.1
+    torch.testing.assert_close(
+        into[rows], exact.to(after), rtol=0, atol=0.01 if after == torch.bfloat16 else 1e-6
     )
-    wide, wide_lse = out.float(), lse.clone()
-    merge_rows(wide, wide_lse, rows, part, part_lse)
-    assert (wide - out.float()).abs().max() > 0.1
-    merge_rows(out, lse, rows, part, part_lse)
-    assert torch.equal(out, wide.bfloat16()) and torch.equal(lse, wide_lse)
+    torch.testing.assert_close(lse[:, rows], torch.logaddexp(lse_before, part_lse))
+    assert torch.equal(added[rows], sums)
+    others = torch.ones(10, dtype=torch.bool)
+    others[rows] = False
+    if where != "in place":
+        assert (into[others] == 7.0).all() and (added[others] == 7.0).all()
+
+
+def test_rows_of_no_block_keep_what_they_had() -> None:
+    """Also where sums are written elsewhere."""
+    q, k, v, out, dout = (x.detach() for x in [*row(20, 2, 1, 4), *row(20, 2, 2, 4)[:2]])
+    plan = BlockPlan((Block(3, 8, 0, 9, False), Block(12, 16, 9, 20, False)))
+    lse = torch.zeros(2, 20, dtype=torch.float64)
+    elsewhere, in_place, lse_in_place = torch.full_like(out, torch.nan), out.clone(), lse.clone()
+    BlockForward(q, k, v, plan, 0.3, adds=True).start().merge(out, lse, elsewhere)
+    merge_block_attention(in_place, lse_in_place, q, k, v, plan, 0.3)
+    assert torch.equal(elsewhere, in_place) and torch.equal(lse, lse_in_place)
+    nobody = [*range(3), *range(8, 12), *range(16, 20)]
+    assert torch.equal(elsewhere[nobody], out[nobody]) and not torch.equal(elsewhere, out)
+
+    gradient = torch.full_like(q, torch.nan)
+    arguments = (dout, q, k, v, in_place, lse, plan, 0.3)
+    dk, dv = BlockBackward(*arguments, adds=True).start().add(out, gradient)
+    for got, wanted in zip((gradient - out, dk, dv), block_attention_backward(*arguments), strict=True):
+        assert wanted.norm() > 0.1 and relative(got, wanted) < 1e-13
+    assert torch.equal(gradient[nobody], out[nobody])
 
 
 def test_rows_of_no_block_are_nobody() -> None:

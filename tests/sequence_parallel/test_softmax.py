@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +15,7 @@ from seqbraid.comm import Group
 from seqbraid.layout.balance import balance
 from seqbraid.sequence_parallel import ring
 from seqbraid.sequence_parallel.context import StepContext
+from seqbraid.sequence_parallel.ring_plan import RingPlan
 from seqbraid.sequence_parallel.softmax import softmax_attention
 from tests import ranks
 from tests.plain import SCALE, plain_attention, relative
@@ -116,6 +117,14 @@ def test_parts_need_not_be_in_the_order_of_ranks(prepare: Prepare) -> None:
         assert max(errors.values()) < 1e-12, errors
 
 
+def wide_places(rows: Tensor, plan: RingPlan, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """All sums in a wide copy, from the first to the last."""
+    wide = rows.to(dtype)
+    for _ in plan.rounds:
+        yield wide, wide
+    rows.copy_(wide)
+
+
 def bits(path: str, ring_size: int, wide: bool) -> list[Tensor]:
     """On one rank, in bfloat16: out and gradients, with sums over rounds kept in float32 if asked for."""
     expected = Attention(*torch.load(path))
@@ -127,7 +136,7 @@ def bits(path: str, ring_size: int, wide: bool) -> list[Tensor]:
     ]
     with pytest.MonkeyPatch.context() as patch:
         if wide:
-            patch.setattr(ring, "_sum_dtype", lambda x, lse, plan: lse.dtype)
+            patch.setattr(ring, "_places", wide_places)
         out = softmax_attention(*local, context, SCALE)
         weight = layout.shard(expected.weight, mesh.sequence_rank).bfloat16()
         gradients = torch.autograd.grad((out * weight).sum(), local)
