@@ -63,7 +63,7 @@ class BlockForward:
 
     def __init__(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: BlockPlan, scale: float,
-        ahead: bool = False, adds: bool = False,
+        *, ahead: bool = False, adds: bool = False,
     ) -> None:  # fmt: skip
         self._plan, self._groups = plan, plan.groups(q_THD, v_SGD)
         rows = [group.q_rows for group in self._groups]
@@ -102,11 +102,11 @@ class BlockBackward:
 
     def __init__(
         self, dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor,
-        plan: BlockPlan, scale: float, ahead: bool = False, adds: bool = False,
+        plan: BlockPlan, scale: float, *, ahead: bool = False, adds: bool = False,
     ) -> None:  # fmt: skip
         # Most keys first: a sum that starts with all of them needs no zeros.
         self._groups = sorted(plan.groups(q_THD, v_SGD), key=lambda group: -num_rows(group.k_rows))
-        q_rows, k_rows = ([getattr(g, name) for g in self._groups] for name in ("q_rows", "k_rows"))
+        q_rows, k_rows = [group.q_rows for group in self._groups], [group.k_rows for group in self._groups]
         self._plan = plan
         self._dq = None if adds else _Whole(q_THD, q_rows)
         self._dkv = [_Whole(x, k_rows) if plan.keys_are_apart else _Sum(x) for x in (k_SGD, v_SGD)]

@@ -103,11 +103,9 @@ def ring_backward(
         return block_attention_backward(dout, q, k, v, out, lse, plan.local, scale)
     shared = slice(plan.num_shared)
     rows, seen = (dout[shared], q[shared]), (out[shared], lse[:, shared].contiguous())
-    # Large blocks gain nothing from being started ahead here, and their kernels want much memory.
-    ahead = len(plan.rounds) == 1
     calls = _in_turn(
-        BlockBackward(dout, q, k, v, out, lse, plan.local, scale, ahead),
-        lambda k, v, blocks: BlockBackward(*rows, k, v, *seen, blocks, scale, ahead, adds=True),
+        BlockBackward(dout, q, k, v, out, lse, plan.local, scale, ahead=True),
+        lambda k, v, blocks: BlockBackward(*rows, k, v, *seen, blocks, scale, ahead=True, adds=True),
         plan,
         keys,
     )

@@ -23,7 +23,8 @@ def gpu_times(
     A GPU at its power limit changes its clock all the time. In turns, what is compared has the same share of
     good and bad moments.
     """
-    graphs = [_recorded(function) for function in functions]
+    pool = torch.cuda.graph_pool_handle()  # one for all: they are replayed one after the other
+    graphs = [_recorded(function, pool) for function in functions]
     replays = [max(1, math.ceil(1e3 * seconds / _replayed(graph, 1))) for graph in graphs]
     turns = [
         [_replayed(graph, times) for graph, times in zip(graphs, replays, strict=True)] for _ in range(passes)
@@ -35,7 +36,7 @@ def gpu_times(
     return [median(times) for times in zip(*turns, strict=True)]
 
 
-def _recorded(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def _recorded(function: Callable[[], object], pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -43,7 +44,7 @@ def _recorded(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
             function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         function()
     graph.replay()
     function()  # what comes next must not read what the recording left behind
