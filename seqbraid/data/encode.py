@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..models.families import family_of
+from ..models.media import media_cost
 from ..models.media_tokens import Ints, audio_tokens, media_config, num_media_tokens
 from .chat import ChatTemplate
 from .chat_spans import Span
@@ -59,19 +60,33 @@ class SampleEncoder:
 
     def length(self, record: Any) -> int:
         """How many tokens `encode` makes of a record; of its media only the headers are read."""
-        conversation = parse_conversation(record)
-        return len(self._text(conversation, self.media.measure(conversation.media)).ids_T)
+        return self.measure(record)[0]
 
-    def encode(self, record: Any) -> dict[str, Any]:
-        """The sample of a record: `input_ids`, `labels` and what the encoders of its media take."""
+    def measure(self, record: Any) -> tuple[int, list[float]]:
+        """The length, and what encoding each of its images, videos and clips costs, in `pack`'s order."""
+        conversation = parse_conversation(record)
+        items = self.media.measure(conversation.media)
+        length = len(self._text(conversation, items).ids_T)
+        return length, [media_cost(size, self.config) for size in self.media.sizes(items)]
+
+    def encode(self, record: Any, media_ranks: Sequence[int] | None = None, rank: int = 0) -> dict[str, Any]:
+        """The sample of a record: `input_ids`, `labels` and what the encoders of its media take.
+
+        With the ranks that encode its images, videos and clips, only those of `rank` are decoded.
+        """
         conversation = parse_conversation(record)
         items = self.media.measure(conversation.media)
         text = self._text(conversation, items)
-        return {
-            "input_ids": torch.from_numpy(text.ids_T),
-            "labels": torch.from_numpy(text.labels_T),
-            **self.media.decode(items),
-        }
+        sample = {"input_ids": torch.from_numpy(text.ids_T), "labels": torch.from_numpy(text.labels_T)}
+        if media_ranks is None:
+            return sample | self.media.decode(items)
+        num_media = len(self.media.sizes(items))
+        if len(media_ranks) != num_media:
+            raise ValueError(
+                f"the conversation has {num_media} images, videos and clips, {len(media_ranks)} before"
+            )
+        is_own = [encoder == rank for encoder in media_ranks]
+        return sample | self.media.decode(items, is_own) | {"media_ranks": list(media_ranks)}
 
     def _text(self, conversation: Conversation, items: MediaItems) -> _Text:
         rendered = self.chat.render(conversation)

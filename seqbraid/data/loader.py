@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 from ..comm.consensus import agree
 from ..layout.streaming import OverLong
 from ..mesh import Mesh
+from ..models.media import media_ranks
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring
 from .order import SampleOrder
 from .plan import BadSample, Draw, OnBadSample, PlannedStep, StepPlanner
-from .tasks import Encoder, Refused, Tasks
+from .tasks import Encoder, Refused, Tasks, Wanted
 from .together import check_alike, gather_objects
 from .workers import NoWorkers, Result, Workers
 
@@ -124,7 +125,7 @@ class Loader:
             if workers < 0 or prefetch_steps < 0:
                 raise ValueError(f"{workers=} and {prefetch_steps=} must not be negative")
             self._order = SampleOrder(len(source), seed, shuffle, epochs)
-            tasks = Tasks(source, make_encoder, row_tokens)
+            tasks = Tasks(source, make_encoder, row_tokens, mesh.sequence_rank, mesh.sequence_size)
             self._workers = Workers(tasks, workers) if workers else NoWorkers(tasks)
             weakref.finalize(self, self._workers.close)
             self._measuring = Measuring(self._order, self._workers, self._group, self._clock)
@@ -218,8 +219,15 @@ class Loader:
         rows = planned.rows[self._mesh.data_rank :: size]
         rows += [[]] * (-(-len(planned.rows) // size) - len(rows))
         smallest = max(SMALLEST_TASK, self._row_tokens // TASKS_PER_ROW)
-        tasks = [task for row in rows for task in _split(row, smallest)]
+        tasks = [task for row in rows for task in _split(self._wanted(row), smallest)]
         return _Encoding(planned, rows, [self._workers.submit("encode", task) for task in tasks])
+
+    def _wanted(self, row: list[Draw]) -> list[Wanted]:
+        """A row's samples; each of their media is decoded by the one rank that will encode it."""
+        ranks = media_ranks(
+            [self._measuring.media_costs(draw.sample) for draw in row], self._mesh.sequence_size
+        )
+        return [Wanted(draw, of_sample) for draw, of_sample in zip(row, ranks, strict=True)]
 
     def _agree_on_bad(
         self, encoding: _Encoding, samples: list[dict[str, Any] | Refused], error: Exception | None
@@ -310,13 +318,13 @@ class Loader:
         self._workers.close()
 
 
-def _split(row: list[Draw], smallest: int) -> Iterator[list[Draw]]:
+def _split(row: list[Wanted], smallest: int) -> Iterator[list[Wanted]]:
     """Neighbours of a row, together until they have some tokens, so that workers share a row evenly."""
-    task: list[Draw] = []
+    task: list[Wanted] = []
     tokens = 0
-    for draw in row:
-        task.append(draw)
-        tokens += draw.length
+    for wanted in row:
+        task.append(wanted)
+        tokens += wanted.draw.length
         if tokens >= smallest:
             yield task
             task, tokens = [], 0

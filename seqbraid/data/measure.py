@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -50,6 +51,23 @@ class _Window:
     results: list[Result]
 
 
+class _Lists:
+    """A list of numbers for each sample, most of them short or empty, in little memory."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._first = np.zeros(num_samples, dtype=np.int64)
+        self._count = np.zeros(num_samples, dtype=np.int32)
+        self._numbers = array("f")
+
+    def __getitem__(self, sample: int) -> list[float]:
+        first = int(self._first[sample])
+        return self._numbers[first : first + int(self._count[sample])].tolist()
+
+    def __setitem__(self, sample: int, numbers: Sequence[float]) -> None:
+        self._first[sample], self._count[sample] = len(self._numbers), len(numbers)
+        self._numbers.extend(numbers)
+
+
 class Measuring:
     """Measures the stream window by window, the next one while this one is used.
 
@@ -73,11 +91,16 @@ class Measuring:
         self._size = max(WINDOW, WINDOW_PER_RANK * self._world_size)
         self._lengths = np.full(order.num_samples, UNKNOWN, dtype=np.int32)
         self._reasons: dict[int, str] = {}
+        self._media_costs = _Lists(order.num_samples)
         self._ahead: _Window | None = None
 
     def know_bad(self, samples: Sequence[int]) -> None:
         """Take samples for bad without a look at them, as the run before did."""
         self._lengths[np.asarray(samples, dtype=np.int64)] = BAD
+
+    def media_costs(self, sample: int) -> list[float]:
+        """What encoding each medium of a measured sample costs, where several ranks share that."""
+        return self._media_costs[sample]
 
     def __call__(self, position: int) -> list[Measured]:
         """The samples of the stream from a position on, as many as a window holds."""
@@ -109,12 +132,17 @@ class Measuring:
         own: list[Measured] = [measured for answer in answers for measured in answer]
         count = -(-len(window.unknown) // self._world_size)
         lengths = [measured.length for measured in own] if error is None else []
-        found = agree(self._group, error, lengths + [UNKNOWN] * (count - len(lengths)))
+        costs = {measured.sample: measured.media_costs for measured in own if measured.media_costs}
+        found = agree(self._group, error, [*lengths, *[UNKNOWN] * (count - len(lengths)), len(costs)])
         for place, sample in enumerate(window.unknown):
             length = found[place % self._world_size][place // self._world_size]
             assert length != UNKNOWN, f"rank {place % self._world_size} has not measured sample {sample}"
             self._lengths[sample] = length
-        if any(BAD in row for row in found):
+        if any(row[-1] for row in found):
+            for of_rank in gather_objects(self._group, costs):
+                for sample, media_costs in of_rank.items():
+                    self._media_costs[sample] = media_costs
+        if any(BAD in row[:-1] for row in found):
             bad = {measured.sample: measured.reason for measured in own if measured.length == BAD}
             for reasons in gather_objects(self._group, bad):
                 self._reasons.update(reasons)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import compress, islice, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from ..models.families import MediaFamily
+from ..models.media import MediaSize
 from ..models.media_tokens import times
 from .frames import FrameRules, Grid
 from .media_files import MediaFiles
@@ -95,6 +97,14 @@ class MediaItems(NamedTuple):
     videos: list[VideoItem]
     clips: list[ClipItem]
 
+    def sizes(self) -> dict[str, list[MediaSize]]:
+        """By kind."""
+        return {
+            "image": [image.grid for image in self.images],
+            "video": [video.grid for video in self.videos],
+            "audio": [clip.mel_frames for clip in self.clips],
+        }
+
 
 class MediaReader:
     """Reads media as a model's own processor does.
@@ -138,17 +148,33 @@ class MediaReader:
         items.clips.extend(self._clips(sounds))
         return items
 
-    def decode(self, items: MediaItems) -> dict[str, Any]:
-        """What the model's encoders take, by the processor's names."""
+    def sizes(self, items: MediaItems) -> list[MediaSize]:
+        """Of all media, kind after kind, as `pack` takes them."""
+        sizes = items.sizes()
+        return [size for kind in self.kinds for size in sizes[kind]]
+
+    def decode(self, items: MediaItems, is_own: Sequence[bool] | None = None) -> dict[str, Any]:
+        """What the model's encoders take, by the processor's names: of all media, or of our own among them,
+        which are told in the order of `sizes`. If a clip is ours, all clips of the sample are decoded: they
+        are padded to the longest.
+        """
+        flags = iter(repeat(True) if is_own is None else is_own)
+        sizes = items.sizes()
+        own = {kind: list(islice(flags, len(sizes[kind]))) for kind in self.kinds}
         found: dict[str, Any] = {}
         if items.images:
-            found["pixel_values"] = torch.cat([self._image_pixels(image) for image in items.images])
+            images = [self._image_pixels(image) for image in compress(items.images, own["image"])]
+            found |= {"pixel_values": torch.cat(images)} if images else {}
             found["image_grid_thw"] = torch.tensor([image.grid for image in items.images])
         if items.videos:
-            found["pixel_values_videos"] = torch.cat([self._video_pixels(video) for video in items.videos])
+            videos = [self._video_pixels(video) for video in compress(items.videos, own["video"])]
+            found |= {"pixel_values_videos": torch.cat(videos)} if videos else {}
             found["video_grid_thw"] = torch.tensor([video.grid for video in items.videos])
-        if items.clips:
+        if any(own.get("audio", ())):
             found |= self._mel(items.clips)
+        elif items.clips:
+            frames = torch.tensor([clip.mel_frames for clip in items.clips])
+            found["feature_attention_mask"] = (torch.arange(int(frames.max())) < frames[:, None]).int()
         if "audio" in self.kinds:
             found["use_audio_in_video"] = self.options.use_audio_in_video and bool(items.videos)
             if items.videos:

@@ -55,7 +55,7 @@ def pack(
     mesh = Mesh() if mesh is None else mesh
     batch, error = None, None
     try:
-        row = build_row(samples, config, check_media)
+        row = build_row(samples, config, check_media, mesh.sequence_rank)
         layout = SequenceLayout(
             row.lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8
         )
@@ -68,8 +68,13 @@ def pack(
     return batch
 
 
-def build_row(samples: Sequence[Mapping[str, Any]], config: Any, check_media: bool = False) -> Row:
-    """Check the samples one by one and join them; targets are shifted and positions counted per sample."""
+def build_row(
+    samples: Sequence[Mapping[str, Any]], config: Any, check_media: bool = False, rank: int = 0
+) -> Row:
+    """Check the samples one by one and join them; targets are shifted and positions counted per sample.
+
+    `rank` is the one whose media the samples hold, where they say who encodes what.
+    """
     if not samples:
         raise ValueError("samples is empty: a row needs at least one sample")
     family = family_of(config)
@@ -87,7 +92,7 @@ def build_row(samples: Sequence[Mapping[str, Any]], config: Any, check_media: bo
             # Positions first: they find the item whose placeholders and features do not match.
             with _named(number):
                 positions.append(sample_positions({**sample, "input_ids": sample_ids}, config))
-            media += sample_media(sample, number, first, sample_ids, config, family)
+            media += sample_media(sample, number, first, sample_ids, config, family, rank)
         first += len(sample_ids)
     if check_media:
         _check_finite(media)

@@ -23,6 +23,8 @@ class Measured(NamedTuple):
     length: int
     """Tokens, media expanded; `BAD` if it cannot be used."""
     reason: str = ""
+    media_costs: tuple[float, ...] = ()
+    """What encoding each of its media costs, where several ranks share that."""
 
 
 class Draw(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from ..layout.streaming import truncate_sample
 from .plan import BAD, Draw, Measured
@@ -24,6 +24,23 @@ class Encoder(Protocol):
     def encode(self, record: Any) -> Mapping[str, Any]: ...
 
 
+@runtime_checkable
+class MediaEncoder(Protocol):
+    """An encoder that can leave the media of other ranks undecoded; see `SampleEncoder`."""
+
+    def measure(self, record: Any) -> tuple[int, list[float]]: ...
+
+    def encode(self, record: Any, media_ranks: Sequence[int] | None, rank: int) -> Mapping[str, Any]: ...
+
+
+class Wanted(NamedTuple):
+    """A sample to be encoded."""
+
+    draw: Draw
+    media_ranks: tuple[int, ...] = ()
+    """Which rank of the sequence group encodes each of its media; nothing where all are decoded here."""
+
+
 class Refused(NamedTuple):
     """In place of a sample: why there is none."""
 
@@ -31,12 +48,21 @@ class Refused(NamedTuple):
 
 
 class Tasks:
-    """What workers do: measure and encode samples of a source."""
+    """What workers do: measure and encode samples of a source, for this rank of so many that share a row."""
 
-    def __init__(self, source: Source, make_encoder: Callable[[], Encoder], row_tokens: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        make_encoder: Callable[[], Encoder],
+        row_tokens: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
         self.source = source
         self.make_encoder = make_encoder
         self.row_tokens = row_tokens
+        self.rank = rank
+        self.num_ranks = num_ranks
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -44,16 +70,16 @@ class Tasks:
         return self.make_encoder()
 
     def measure(self, samples: Sequence[int]) -> list[Measured]:
-        """Lengths of samples, or why they are bad."""
-        lengths = [self._try(sample, self._length, sample) for sample in samples]
+        """Lengths of samples, or why they are bad; with what their media cost, if ranks share them."""
+        found = [self._try(sample, self._measured, sample) for sample in samples]
         return [
-            Measured(sample, BAD, length.reason) if isinstance(length, Refused) else Measured(sample, length)
-            for sample, length in zip(samples, lengths, strict=True)
+            Measured(sample, BAD, measured.reason) if isinstance(measured, Refused) else measured
+            for sample, measured in zip(samples, found, strict=True)
         ]
 
-    def encode(self, draws: Sequence[Draw]) -> list[dict[str, Any] | Refused]:
+    def encode(self, samples: Sequence[Wanted]) -> list[dict[str, Any] | Refused]:
         """Samples as they go into a row, or why they cannot."""
-        return [self._try(draw.sample, self._encoded, draw) for draw in draws]
+        return [self._try(wanted.draw.sample, self._encoded, wanted) for wanted in samples]
 
     def _try(self, sample: int, function: Callable[[Any], Any], argument: Any) -> Any:
         encoder = self.encoder  # an error while it is made is none of the sample
@@ -65,14 +91,24 @@ class Tasks:
         except Exception as error:
             raise RuntimeError(f"{self.source.where(sample)}: {type(error).__name__}: {error}") from error
 
-    def _length(self, sample: int) -> int:
-        length = operator.index(self.encoder.length(self.source[sample]))
+    def _measured(self, sample: int) -> Measured:
+        record, costs = self.source[sample], list[float]()
+        if self.num_ranks > 1 and isinstance(self.encoder, MediaEncoder):
+            length, costs = self.encoder.measure(record)
+        else:
+            length = operator.index(self.encoder.length(record))
         if not 1 <= length <= LONGEST:
             raise ValueError(f"length() gave {length}; a sample has 1 to {LONGEST} tokens")
-        return length
+        return Measured(sample, length, media_costs=tuple(costs))
 
-    def _encoded(self, draw: Draw) -> dict[str, Any]:
-        sample = dict(self.encoder.encode(self.source[draw.sample]))
+    def _encoded(self, wanted: Wanted) -> dict[str, Any]:
+        draw, media_ranks = wanted
+        record = self.source[draw.sample]
+        if media_ranks:
+            assert isinstance(self.encoder, MediaEncoder)
+            sample = dict(self.encoder.encode(record, media_ranks, self.rank))
+        else:
+            sample = dict(self.encoder.encode(record))
         length = len(sample["input_ids"])
         if length != draw.length:
             raise ValueError(f"length() said {draw.length}, encode() gave {length}")

@@ -46,7 +46,7 @@ def sample_positions(sample: Mapping[str, Any], config: Any) -> Tensor:
 def check_keys(sample: Mapping[str, Any], config: Any) -> None:
     """Refuse what the model would not look at."""
     family = family_of(config)
-    known = (*TEXT_KEYS, *(family.keys if family else ()))
+    known = (*TEXT_KEYS, *((*family.keys, "media_ranks") if family else ()))
     for key in sample:
         if key not in known:
             raise ValueError(
@@ -72,7 +72,9 @@ def _check_types(sample: Mapping[str, Any], ids_T: Ints, config: Any) -> None:
 
 
 def _check_pixels(sample: Mapping[str, Any]) -> None:
-    """Pixels, where given, must be as many patches as the grids have."""
+    """Pixels, where given, must be as many patches as the grids have, if they are those of all ranks."""
+    if sample.get("media_ranks") is not None:
+        return
     for pixels_key, grid_key in (
         ("pixel_values", "image_grid_thw"),
         ("pixel_values_videos", "video_grid_thw"),

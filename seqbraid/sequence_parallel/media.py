@@ -41,6 +41,8 @@ class MediaItem(NamedTuple):
     """
     cost: float
     """What encoding it costs, in any unit that all items of the row share."""
+    rank: int | None = None
+    """Who encodes it, where that is known already, of all items of the row or of none."""
 
     @property
     def num_features(self) -> int:
@@ -115,7 +117,7 @@ class MediaPlan:
         >>> plan.own, plan.rows.receive, plan.local_rows.tolist()
         ((), [2, 0], [0, 1])
         """
-        encoder_of_item = assign_items([item.cost for item in items], layout.num_ranks)
+        encoder_of_item = _encoders(items, layout.num_ranks)
         pieces = _Pieces.of(layout, items, encoder_of_item)
         # Both sides keep the pieces of a pair of ranks in the same order, so that what is sent is what is
         # expected.
@@ -154,6 +156,20 @@ class MediaPlan:
             order=self.order.to(device),
             local_rows=self.local_rows.to(device),
         )
+
+
+def _encoders(items: Sequence[MediaItem], num_ranks: int) -> list[int]:
+    """The rank that encodes each item."""
+    known = [item.rank for item in items if item.rank is not None]
+    if not known:
+        return assign_items([item.cost for item in items], num_ranks)
+    if len(known) < len(items):
+        item = next(item for item in items if item.rank is None)
+        raise ValueError(f"{_named(item)} has no rank that encodes it, but others of the row have")
+    wrong = next((item for item in items if item.rank not in range(num_ranks)), None)
+    if wrong is not None:
+        raise ValueError(f"{_named(wrong)} is to be encoded by rank {wrong.rank}, but there are {num_ranks}")
+    return known
 
 
 def spread_features(
