@@ -94,8 +94,7 @@ class Rank:
             k, v = (self.layout.shard(x, message.rank) for x in row[1:3])
             parts.append([torch.cat([x[start:stop] for start, stop in sent.rows]) for x in (k, v)])
         k, v = (torch.cat(part) for part in zip(*parts, strict=True))
-        order = round_.sorting
-        return (k, v) if order is None else (k[order.cuda()], v[order.cuda()])
+        return round_.sorted(k), round_.sorted(v)
 
     def forward(self) -> None:
         keys = Here(self.received)
@@ -119,8 +118,7 @@ def join(layout: SequenceLayout, ranks: list[Rank]) -> list[Tensor]:
     """Out and gradients of the row, the gradients of keys brought home."""
     for rank in ranks:
         for round_, theirs in zip(rank.plan.rounds, rank.home.sent, strict=True):
-            back = round_.unsorting
-            parts = [x if back is None else x[back.cuda()] for x in theirs]
+            parts = [round_.unsorted(x) for x in theirs]
             first = 0
             for message in round_.received:
                 (sent,) = _sent_to(layout, message.rank, rank.rank)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .blocks import BlockPlan, gaps, num_rows
 from .merge import Rows, add_rows, merge_rows
-from .streams import Calls
+from .streams import Calls, take_turns
 
 
 def block_attention(
@@ -67,7 +67,8 @@ class BlockForward:
     ) -> None:  # fmt: skip
         self._plan, self._groups = plan, plan.groups(q_THD, v_SGD)
         rows = [group.q_rows for group in self._groups]
-        self._out = None if adds else _Whole(q_THD[..., : v_SGD.shape[2]], rows)
+        apart = take_turns(len(rows), q_THD, ahead)
+        self._out = None if adds else _Whole(q_THD[..., : v_SGD.shape[2]], rows, apart)
         self._lse_HT = None if adds else _no_keys(q_THD)
         calls = [
             partial(group.forward, q_THD, k_SGD, v_SGD, scale, _place(self._out, group.q_rows))
@@ -83,17 +84,19 @@ class BlockForward:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Out and LSE."""
         assert self._out is not None and self._lse_HT is not None
-        for group, (out, lse) in zip(self._groups, self._calls.results(), strict=True):
-            self._lse_HT[:, group.q_rows] = lse
-            self._out.put(group.q_rows, out)
+        with self._calls.results() as results:
+            for group, (out, lse) in zip(self._groups, results, strict=True):
+                self._lse_HT[:, group.q_rows] = lse
+                self._out.put(group.q_rows, out)
         return self._out.filled(self._plan.q_ranges), self._lse_HT
 
     def merge(self, out_THD: Tensor, lse_HT: Tensor, into_THD: Tensor) -> None:
         """Write the out of the keys before and of these to `into`, which may be the one before; the LSE
         changes in place.
         """
-        for group, (out, lse) in zip(self._groups, self._calls.results(), strict=True):
-            merge_rows(out_THD, lse_HT, group.q_rows, out, lse, into_THD)
+        with self._calls.results() as results:
+            for group, (out, lse) in zip(self._groups, results, strict=True):
+                merge_rows(out_THD, lse_HT, group.q_rows, out, lse, into_THD)
         _copy_gaps(out_THD, into_THD, self._plan.q_ranges)
 
 
@@ -108,8 +111,11 @@ class BlockBackward:
         self._groups = sorted(plan.groups(q_THD, v_SGD), key=lambda group: -num_rows(group.k_rows))
         q_rows, k_rows = [group.q_rows for group in self._groups], [group.k_rows for group in self._groups]
         self._plan = plan
-        self._dq = None if adds else _Whole(q_THD, q_rows)
-        self._dkv = [_Whole(x, k_rows) if plan.keys_are_apart else _Sum(x) for x in (k_SGD, v_SGD)]
+        apart = take_turns(len(q_rows), q_THD, ahead)
+        self._dq = None if adds else _Whole(q_THD, q_rows, apart)
+        self._dkv = [
+            _Whole(x, k_rows, apart) if plan.keys_are_apart else _Sum(x, apart) for x in (k_SGD, v_SGD)
+        ]
         tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
         calls = [
             partial(
@@ -130,20 +136,22 @@ class BlockBackward:
     def finish(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
         assert self._dq is not None
-        results = self._calls.results()
-        for group, (dq, _, _) in zip(self._groups, results, strict=True):
-            self._dq.put(group.q_rows, dq)
-        return self._dq.filled(self._plan.q_ranges), *self._keys_and_values(results)
+        with self._calls.results() as results:
+            for group, (dq, _, _) in zip(self._groups, results, strict=True):
+                self._dq.put(group.q_rows, dq)
+            dk, dv = self._keys_and_values(results)
+        return self._dq.filled(self._plan.q_ranges), dk, dv
 
     def add(self, dq_THD: Tensor, into_THD: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of k and v; that of q and the `dq` before it together are written to `into`, which may be
         the latter.
         """
-        results = self._calls.results()
-        for group, (dq, _, _) in zip(self._groups, results, strict=True):
-            add_rows(dq_THD, group.q_rows, dq, into_THD)
+        with self._calls.results() as results:
+            for group, (dq, _, _) in zip(self._groups, results, strict=True):
+                add_rows(dq_THD, group.q_rows, dq, into_THD)
+            dk, dv = self._keys_and_values(results)
         _copy_gaps(dq_THD, into_THD, self._plan.q_ranges)
-        return self._keys_and_values(results)
+        return dk, dv
 
     def _keys_and_values(self, results: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
         (dk, dv), self._dkv = self._dkv, []
@@ -156,12 +164,13 @@ class BlockBackward:
 class _Whole:
     """A tensor in the making, of which each call computes other rows; those of no call become 0.
 
-    Calls may write their rows to their place themselves. A single call that has all rows makes the tensor.
+    Calls may write their rows to their place themselves. What a single call gives for all rows is the tensor,
+    unless calls are `apart`, on streams and memory of their own.
     """
 
-    def __init__(self, like: Tensor, rows: list[Rows]) -> None:
+    def __init__(self, like: Tensor, rows: list[Rows], apart: bool) -> None:
         has_all = len(rows) == 1 and isinstance(rows[0], slice) and num_rows(rows[0]) == len(like)
-        self.tensor = None if has_all else like.new_empty(like.shape)
+        self.tensor = None if has_all and not apart else like.new_empty(like.shape)
 
     def place(self, rows: Rows) -> Tensor | None:
         """Where a call may write its rows."""
@@ -185,17 +194,17 @@ class _Whole:
 
 class _Sum:
     """A tensor to which each call adds: several may have the same keys. It starts as the part of a call that
-    has all rows, or as 0.
+    has all rows, copied if calls are `apart`, or as 0.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        self.like = like
+    def __init__(self, like: Tensor, apart: bool) -> None:
+        self.like, self.apart = like, apart
         self.total: Tensor | None = None
 
     def put(self, rows: Rows, part: Tensor) -> None:
         """Add what a call gave for its rows."""
         if self.total is None and isinstance(rows, slice) and len(part) == len(self.like):
-            self.total = part
+            self.total = part.clone() if self.apart else part
             return
         if self.total is None:
             self.total = torch.zeros_like(self.like)

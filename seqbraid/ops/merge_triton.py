@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The sums of `merge.py` as Triton kernels: they read and write every number once, and add in float32."""
+"""The sums of `merge.py` as Triton kernels, which go over the rows once and add in float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _merge_kernel(
 ):  # fmt: skip
     # The LSE is not written here: several warps read it, and none waits for the others.
     i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     old = tl.load(lse + h * num_tokens + row, mask=inside, other=float("-inf"))
     new = tl.load(part_lse + h * n + i, mask=inside, other=float("-inf"))
     top = tl.maximum(old, new)
@@ -52,7 +52,7 @@ def _lse_kernel(
     lse, index, part_lse, first, n, num_tokens, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr
 ):  # fmt: skip
     i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     old = tl.load(lse + h * num_tokens + row, mask=inside, other=float("-inf"))
     new = tl.load(part_lse + h * n + i, mask=inside, other=float("-inf"))
     top = tl.maximum(old, new)
@@ -66,7 +66,7 @@ def _add_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
-    h = tl.program_id(1)
+    h = tl.program_id(1).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     both = inside[:, None] & (d < D)[None, :]
     here = (row[:, None] * num_heads + h) * D + d[None, :]

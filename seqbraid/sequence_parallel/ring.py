@@ -180,7 +180,7 @@ class Keys:
         assert self.under_way is not None
         (round_, buffer, transfer), self.under_way = self.under_way, None
         transfer.wait()
-        return _parted(_reordered(buffer, round_.sorting), self.k, self.v)
+        return _parted(round_.sorted(buffer), self.k, self.v)
 
 
 class Gradients:
@@ -196,7 +196,7 @@ class Gradients:
 
     def send(self, round_: RingRound, dk: Tensor, dv: Tensor) -> None:
         """Start sending a round's gradients to their owners; take in what came for us in the round before."""
-        sends = _by_rank(_reordered(_joined(dk, dv), round_.unsorting), round_.received)
+        sends = _by_rank(round_.unsorted(_joined(dk, dv)), round_.received)
         expected = sum(message.num_rows for message in round_.sent)
         buffer = self.dk.new_empty(expected, _width(self.dk, self.dv), dtype=self.dtype)
         transfer = self.group.exchange(sends, _by_rank(buffer, round_.sent), "ring gradient")
@@ -230,10 +230,6 @@ def _by_rank(buffer: Tensor, messages: Sequence[Message]) -> list[tuple[int, Ten
     """The part of a buffer that belongs to each message, in their order."""
     parts = buffer.split([message.num_rows for message in messages]) if messages else ()
     return [(message.rank, part) for message, part in zip(messages, parts, strict=True)]
-
-
-def _reordered(buffer: Tensor, order: Tensor | None) -> Tensor:
-    return buffer if order is None else buffer[order.to(buffer.device)]
 
 
 def _width(k: Tensor, v: Tensor) -> int:

@@ -15,8 +15,7 @@ tiny blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -62,15 +61,29 @@ class RingRound:
     sorting: Tensor | None
     """Index that puts the received rows in the order of sequence and position; None where they arrive so."""
     blocks: BlockPlan
+    _indices: dict[tuple[torch.device, bool], Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """`sorting` and its inverse on the devices where they were used: the layers of a step share them."""
 
     @property
     def num_received(self) -> int:
         return sum(message.num_rows for message in self.received)
 
-    @cached_property
-    def unsorting(self) -> Tensor | None:
-        """The inverse of `sorting`."""
-        return None if self.sorting is None else self.sorting.argsort()
+    def sorted(self, received: Tensor) -> Tensor:
+        """The received rows in the order of sequence and position."""
+        return self._taken(received, back=False)
+
+    def unsorted(self, rows: Tensor) -> Tensor:
+        """Rows in that order as they were received."""
+        return self._taken(rows, back=True)
+
+    def _taken(self, rows: Tensor, back: bool) -> Tensor:
+        if self.sorting is None:
+            return rows
+        key = (rows.device, back)
+        if key not in self._indices:
+            order = self.sorting.argsort() if back else self.sorting
+            self._indices[key] = order.to(rows.device)
+        return rows[self._indices[key]]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,275 @@
+"""On a GPU a ring's kernels run side by side: what each of them waits for, followed on the CPU.
+
+Streams are played by clocks. Each knows how far it has waited for every other one, and every operation of
+torch is looked at: whether it waits for whoever wrote what it reads, and for whoever reads what it writes,
+and whether memory is let go only when the stream that it belongs to has waited for its last use (then nobody
+can get it too early, whatever the allocator does).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from seqbraid import SequenceLayout
+from seqbraid.ops import attention, streams
+from seqbraid.sequence_parallel.context import StepContext
+from seqbraid.sequence_parallel.ring import ring_attention
+from seqbraid.sequence_parallel.ring_plan import RingPlan
+
+Reached = dict["Stream", int]
+"""How many operations of each stream are surely done."""
+
+
+class Stream:
+    """A stream that runs nothing, but knows what it has waited for."""
+
+    device = "cpu"
+
+    def __init__(self, *_: Any) -> None:
+        self.reached: Reached = {}
+
+    def record_event(self) -> Reached:
+        return dict(self.reached)
+
+    def wait_event(self, event: Reached) -> None:
+        for stream, count in event.items():
+            self.reached[stream] = max(self.reached.get(stream, 0), count)
+
+    def tick(self) -> dict[Stream, int]:
+        """One more operation, and its time."""
+        self.reached[self] = self.reached.get(self, 0) + 1
+        return {self: self.reached[self]}
+
+    def waits_for(self, times: Reached) -> bool:
+        return all(self.reached.get(stream, 0) >= count for stream, count in times.items())
+
+
+class Memory:
+    """Of a tensor: whose it is, when it was written, and when it was used."""
+
+    def __init__(self, tensor: Tensor, owner: Stream) -> None:
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.owner = owner
+        self.written: Reached = {}
+        self.used: Reached = {}
+
+
+class Watch(TorchDispatchMode):
+    """Looks at every operation, and counts what is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.others = Stream(), Stream()
+        self.current = [self.main]
+        self.memory: dict[int, Memory] = {}
+        self.wrong: Counter[str] = Counter()
+        self.side: set[Stream] = set()
+        self.overlaps = 0
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        self.current.append(stream)
+        try:
+            yield
+        finally:
+            self.current.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look_for_freed()
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        known = [self._of(x, self.main) for x in inputs]
+        result = func(*args, **(kwargs or {}))
+        outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        alias = [a.alias_info for a in func._schema.arguments]
+        if any(a is not None and not a.is_write for a in alias):  # a view touches nothing
+            return result
+        stream = self.current[-1]
+        self._note_overlap(stream)
+        now = stream.tick()
+        changed = {
+            self._key(x)
+            for a, x in zip(alias, args, strict=False)
+            if a is not None and a.is_write and isinstance(x, Tensor)
+        }
+        for x, memory in zip(inputs, known, strict=True):
+            if not stream.waits_for(memory.written):
+                self.wrong["read or written before it was there"] += 1
+            if self._key(x) in changed:
+                if not stream.waits_for(memory.used):
+                    self.wrong["written while it was read"] += 1
+                memory.written = dict(now)
+            memory.used |= now
+        for x in outputs:
+            if self._key(x) not in self.memory:
+                memory = self._of(x, stream)
+                memory.written, memory.used = dict(now), dict(now)
+        return result
+
+    def _key(self, x: Tensor) -> int:
+        return x.untyped_storage()._cdata
+
+    def _of(self, x: Tensor, owner: Stream) -> Memory:
+        return self.memory.setdefault(self._key(x), Memory(x, owner))
+
+    def _note_overlap(self, stream: Stream) -> None:
+        if stream in self.side:
+            self.overlaps += any(not stream.waits_for({s: s.reached.get(s, 0)}) for s in self.side - {stream})
+        elif stream not in (self.main, self.others):
+            self.side.add(stream)
+            self._note_overlap(stream)
+
+    def _look_for_freed(self) -> None:
+        for key, memory in list(self.memory.items()):
+            if memory.storage.expired():
+                del self.memory[key]
+                if not memory.owner.waits_for(memory.used):
+                    self.wrong["let go while it was used"] += 1
+
+
+class Exchanges:
+    """A group whose messages travel on a stream of their own."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], name: str
+    ) -> Any:
+        main, others = self.watch.main, self.watch.others
+        others.wait_event(main.record_event())
+        with self.watch.on(others):
+            for _, tensor in sends:
+                tensor.clone()
+            for _, tensor in receives:
+                tensor.fill_(0.1)
+        done = others.record_event()
+        kept = [tensor for _, tensor in sends]
+
+        def wait() -> None:
+            main.wait_event(done)
+            kept.clear()
+
+        return SimpleNamespace(wait=wait)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """From now on streams are clocks, which this one reads."""
+    watch = Watch()
+    cuda = SimpleNamespace(
+        current_stream=lambda device: watch.main,
+        stream=watch.on,
+        Stream=Stream,
+        is_current_stream_capturing=lambda: False,
+    )
+    monkeypatch.setattr(streams, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(streams, "_stream_sets", cache(streams._stream_sets.__wrapped__))
+    for module in (streams, attention):
+        monkeypatch.setattr(module, "take_turns", lambda count, like, ahead: ahead or count > 1)
+    return watch
+
+
+ROWS = {
+    "several rounds": ([160], "zigzag", 1.0),
+    "one round": ([160], "zigzag", 4.0),
+    "many blocks": ([31, 7, 64, 1, 40, 90], "zigzag", 1.0),
+    "whole ones behind": ([200, 20, 20, 20, 7], "balanced", 2.0),
+}
+
+
+def plan_of(row: str, rank: int) -> RingPlan:
+    lengths, policy, ratio = ROWS[row]
+    layout = SequenceLayout(lengths, ring=4, policy=policy)
+    return StepContext(layout, rank).ring_plan(None, shared=True, whole=True, query_heads=ratio)
+
+
+def two_steps(watch: Watch, row: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Forward, backward, an evaluation between them, twice, with layers one behind the other."""
+    plan, group = plan_of(row, rank), Exchanges(watch)
+    lengths, policy, _ = ROWS[row]
+    tokens = SequenceLayout(lengths, ring=4, policy=policy).num_local_tokens
+    with watch:
+        weight = torch.randn(16, 16, dtype=dtype, requires_grad=True)
+        sink = torch.randn(4, dtype=dtype, requires_grad=True)
+
+        def layer(x: Tensor) -> Tensor:
+            q, k, v = x @ weight, (x @ weight.T)[:, :2], (x @ (2 * weight))[:, :2]
+            return x + ring_attention(q, k, v, plan, group, 0.3, sink) @ weight  # type: ignore[arg-type]
+
+        for _ in range(2):
+            x = torch.randn(tokens, 4, 16, dtype=dtype)
+            out = layer(layer(x))
+            with torch.no_grad():
+                layer(x)
+            out.float().sum().backward()
+            del out
+            assert weight.grad is not None and weight.grad.isfinite().all()
+            weight.grad = sink.grad = None
+        watch._look_for_freed()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("row", ROWS)
+def test_kernels_wait_for_what_they_need(
+    monkeypatch: pytest.MonkeyPatch, row: str, rank: int, dtype: torch.dtype
+) -> None:
+    watch = watched(monkeypatch)
+    two_steps(watch, row, rank, dtype)
+    assert watch.side and watch.overlaps
+    assert not watch.wrong
+
+
+@contextmanager
+def results_not_given_back(self: streams.Calls) -> Iterator[Any]:
+    """What `Calls.results` was without its end."""
+    self._wait()
+    results, self._results, self._calls = self._results, [], []
+    yield results
+
+
+def part_is_the_tensor(self: Any, like: Tensor, rows: Any, apart: bool) -> None:
+    """`_Whole` that hands on memory of other streams."""
+    self.tensor = None if len(rows) == 1 else like.new_empty(like.shape)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name", "how", "said"),
+    [
+        (streams.Calls, "_wait", lambda self: None, "read or written before it was there"),
+        (streams.Calls, "results", results_not_given_back, "let go while it was used"),
+        (attention._Whole, "__init__", part_is_the_tensor, "let go while it was used"),
+    ],
+)
+def test_what_does_not_wait_is_found(
+    monkeypatch: pytest.MonkeyPatch, broken: type, name: str, how: Any, said: str
+) -> None:
+    monkeypatch.setattr(broken, name, how)
+    watch = watched(monkeypatch)
+    two_steps(watch, "several rounds", rank=2)
+    assert watch.wrong[said]
+
+
+def test_rounds_start_while_the_ones_before_them_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one set of streams they would stand behind the uses of what those returned."""
+    assert all(len(round_.blocks.blocks) == 1 for round_ in plan_of("several rounds", 2).rounds)
+    watch = watched(monkeypatch)
+    two_steps(watch, "several rounds", rank=2)
+    assert watch.overlaps
+    watch = watched(monkeypatch)
+    one_set = cycle([[Stream() for _ in range(streams.NUM_STREAMS)]])
+    monkeypatch.setattr(streams, "_stream_sets", lambda main: one_set)
+    two_steps(watch, "several rounds", rank=2)
+    assert watch.side and not watch.overlaps and not watch.wrong
