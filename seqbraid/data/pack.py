@@ -36,9 +36,9 @@ def pack(
 
     Args:
         samples: dicts with `input_ids [T]` and, unless every token is to be learnt, `labels [T]`, unshifted,
-            −100
-            where ignored. They are the samples of this data rank, the same on every rank of its sequence
-            group.
+            −100 where ignored. They are the samples of this data rank, the same on every rank of its sequence
+            group; only pixels and mel frames may be those of this rank's media alone, where `media_ranks`
+            tells which rank encodes each image, video and clip (`SampleEncoder.encode` makes such samples).
         config: the model's config.
         mesh: the device mesh; one process when left out.
         policy: how sequences are cut: `balanced`, `zigzag` or `contiguous`.
