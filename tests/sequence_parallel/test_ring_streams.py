@@ -8,10 +8,11 @@ can get it too early, whatever the allocator does).
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from seqbraid import SequenceLayout
 from seqbraid.ops import attention, streams
+from seqbraid.ops.blocks import BlockPlan
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
@@ -273,3 +275,36 @@ def test_rounds_start_while_the_ones_before_them_run(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(streams, "_stream_sets", lambda main: one_set)
     two_steps(watch, "several rounds", rank=2)
     assert watch.side and not watch.overlaps and not watch.wrong
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_that_nobody_asks_for_are_waited_for(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """After an error, or where a consumer stops between start and finish."""
+    watch = watched(monkeypatch)
+
+    def call(x: Tensor, error: bool) -> tuple[Tensor, ...]:
+        found = (x * 2,)
+        if error:
+            raise MemoryError
+        return found
+
+    with watch:
+        inputs = [torch.ones(4), torch.ones(4)]
+        calls = streams.Calls([partial(call, inputs[0], False), partial(call, inputs[1], fails)], inputs[0])
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            calls.start()
+        del calls, inputs
+        gc.collect()
+        watch._look_for_freed()
+    assert watch.side and not watch.wrong
+
+
+def test_inputs_are_let_go_with_the_results() -> None:
+    """A finished object that is still held does not keep the keys of its round."""
+    q, k, v = (torch.randn(8, 2, 16) for _ in range(3))
+    blocks = attention.BlockForward(q, k, v, BlockPlan.causal([(0, 8)]), 0.3).start()
+    keys = StorageWeakRef(k.untyped_storage())
+    del k
+    assert not keys.expired()
+    blocks.finish()
+    assert keys.expired()
