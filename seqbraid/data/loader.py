@@ -223,10 +223,14 @@ class Loader:
         return _Encoding(planned, rows, [self._workers.submit("encode", task) for task in tasks])
 
     def _wanted(self, row: list[Draw]) -> list[Wanted]:
-        """A row's samples; each of their media is decoded by the one rank that will encode it."""
-        ranks = media_ranks(
-            [self._measuring.media_costs(draw.sample) for draw in row], self._mesh.sequence_size
-        )
+        """A row's samples; each of their media is decoded by the one rank that will encode it, if what that
+        costs is known of all.
+        """
+        costs = [self._measuring.media_costs(draw.sample) for draw in row]
+        known = [of_sample for of_sample in costs if of_sample is not None]
+        if len(known) < len(row):
+            return [Wanted(draw) for draw in row]
+        ranks = media_ranks(known, self._mesh.sequence_size)
         return [Wanted(draw, of_sample) for draw, of_sample in zip(row, ranks, strict=True)]
 
     def _agree_on_bad(

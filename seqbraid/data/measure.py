@@ -98,9 +98,11 @@ class Measuring:
         """Take samples for bad without a look at them, as the run before did."""
         self._lengths[np.asarray(samples, dtype=np.int64)] = BAD
 
-    def media_costs(self, sample: int) -> list[float]:
-        """What encoding each medium of a measured sample costs, where several ranks share that."""
-        return self._media_costs[sample]
+    def media_costs(self, sample: int) -> list[float] | None:
+        """What encoding each medium of a sample costs, where several ranks share that; None if the sample was
+        not measured here, but in the run that this one goes on with.
+        """
+        return None if self._lengths[sample] == UNKNOWN else self._media_costs[sample]
 
     def __call__(self, position: int) -> list[Measured]:
         """The samples of the stream from a position on, as many as a window holds."""

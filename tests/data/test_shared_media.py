@@ -139,6 +139,36 @@ def test_each_medium_is_decoded_by_one_rank(folder: Path, sizes: dict[str, int])
     assert [len(names) for names, _, _ in found] == [sum(map(len, own)) for _, own, _ in found]
 
 
+def load_in_two_runs(root: Path, files: list[tuple[str, ...]], stop: int) -> list[Any]:
+    """On one rank: the rows of a run that goes on after some steps, and how many media each has it encode."""
+    mesh, encoder = sb.Mesh(ring=2), encoder_for("qwen3_vl", root)
+    source = ListSource([record(*names) for names in files])
+
+    def loader() -> Loader:
+        settings = {"row_tokens": 200, "rows_per_step": 1, "buffer_size": 4, "epochs": 2}
+        return Loader(source, lambda: encoder, mesh, **settings)  # type: ignore[arg-type]
+
+    first, second = loader(), loader()
+    rows = [row for _ in range(stop) for row in next(first).rows]
+    if stop:
+        second.load_state_dict(first.state_dict())
+    rows += [row for step in second for row in step.rows]
+    batches = [sb.pack(row, encoder.config, mesh) for row in rows]
+    own = [len(batch.media.own) for batch in batches if batch.media is not None]
+    return [[sample["input_ids"].tolist() for row in rows for sample in row], own]
+
+
+def test_a_run_that_goes_on_knows_samples_that_it_did_not_measure(folder: Path) -> None:
+    """Those at hand for the packer were measured in the run before; a row may have some of them."""
+    files = [("good.png",), ("good.jpg", "good.webp"), (), ("good.bmp",), ("good.tif", "good.gif")]
+    whole = ranks.run(load_in_two_runs, 2, folder, files, 0)
+    for stop in (1, 2, 3):
+        found = ranks.run(load_in_two_runs, 2, folder, files, stop)
+        for (samples, own), (wanted, wanted_own) in zip(found, whole, strict=True):
+            assert samples == wanted and len(own) == len(wanted_own)
+        assert sum(sum(own) for _, own in found) == 2 * sum(map(len, files))
+
+
 def test_clips_of_a_sample_are_decoded_together(folder: Path) -> None:
     """A clip is padded to the longest of its sample before it becomes mel frames."""
     files = [("good.wav", "good.flac"), ("good.png",)]
