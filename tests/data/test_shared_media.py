@@ -145,7 +145,7 @@ def load_in_two_runs(root: Path, files: list[tuple[str, ...]], stop: int) -> lis
     source = ListSource([record(*names) for names in files])
 
     def loader() -> Loader:
-        settings = {"row_tokens": 200, "rows_per_step": 1, "buffer_size": 4, "epochs": 2}
+        settings = {"row_tokens": 100, "rows_per_step": 1, "buffer_size": 6, "epochs": 1}
         return Loader(source, lambda: encoder, mesh, **settings)  # type: ignore[arg-type]
 
     first, second = loader(), loader()
@@ -160,13 +160,13 @@ def load_in_two_runs(root: Path, files: list[tuple[str, ...]], stop: int) -> lis
 
 def test_a_run_that_goes_on_knows_samples_that_it_did_not_measure(folder: Path) -> None:
     """Those at hand for the packer were measured in the run before; a row may have some of them."""
-    files = [("good.png",), ("good.jpg", "good.webp"), (), ("good.bmp",), ("good.tif", "good.gif")]
+    files = 3 * [("good.png",), ("good.jpg", "good.webp"), (), ("good.bmp",), ("good.tif", "good.gif")]
     whole = ranks.run(load_in_two_runs, 2, folder, files, 0)
     for stop in (1, 2, 3):
         found = ranks.run(load_in_two_runs, 2, folder, files, stop)
         for (samples, own), (wanted, wanted_own) in zip(found, whole, strict=True):
             assert samples == wanted and len(own) == len(wanted_own)
-        assert sum(sum(own) for _, own in found) == 2 * sum(map(len, files))
+        assert sum(sum(own) for _, own in found) == sum(map(len, files))
 
 
 def test_clips_of_a_sample_are_decoded_together(folder: Path) -> None:
