@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import cycle
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,11 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from seqbraid import SequenceLayout
-from seqbraid.ops import attention, streams
+from seqbraid.ops import attention, blocks, streams
 from seqbraid.ops.blocks import BlockPlan
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
+from tests.ops.test_varlen_groups import IMPLS
 
 Reached = dict["Stream", int]
 """How many operations of each stream are surely done."""
@@ -59,14 +60,32 @@ class Stream:
         return all(self.reached.get(stream, 0) >= count for stream, count in times.items())
 
 
+class Use(NamedTuple):
+    """A part of a memory that was read or written, and when."""
+
+    start: int
+    stop: int
+    writes: bool
+    time: Reached
+
+    @staticmethod
+    def of(tensor: Tensor, writes: bool, time: Reached) -> Use:
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        start = tensor.storage_offset()
+        return Use(start, start + sum((n - 1) * step for n, step in sizes) + 1, writes, time)
+
+    def meets(self, other: Use) -> bool:
+        """Whether one of them must wait for the other."""
+        return self.start < other.stop and other.start < self.stop and (self.writes or other.writes)
+
+
 class Memory:
-    """Of a tensor: whose it is, when it was written, and when it was used."""
+    """Of tensors: whose it is, and its uses."""
 
     def __init__(self, tensor: Tensor, owner: Stream) -> None:
         self.storage = StorageWeakRef(tensor.untyped_storage())
         self.owner = owner
-        self.written: Reached = {}
-        self.used: Reached = {}
+        self.uses: list[Use] = []
 
 
 class Watch(TorchDispatchMode):
@@ -107,17 +126,19 @@ class Watch(TorchDispatchMode):
             if a is not None and a.is_write and isinstance(x, Tensor)
         }
         for x, memory in zip(inputs, known, strict=True):
-            if not stream.waits_for(memory.written):
-                self.wrong["read or written before it was there"] += 1
-            if self._key(x) in changed:
-                if not stream.waits_for(memory.used):
-                    self.wrong["written while it was read"] += 1
-                memory.written = dict(now)
-            memory.used |= now
+            use = Use.of(x, self._key(x) in changed, now)
+            for before in memory.uses:
+                if use.meets(before) and not stream.waits_for(before.time):
+                    what = (
+                        "read or written before it was there"
+                        if before.writes
+                        else "written while it was read"
+                    )
+                    self.wrong[what] += 1
+            memory.uses.append(use)
         for x in outputs:
             if self._key(x) not in self.memory:
-                memory = self._of(x, stream)
-                memory.written, memory.used = dict(now), dict(now)
+                self._of(x, stream).uses.append(Use.of(x, True, now))
         return result
 
     def _key(self, x: Tensor) -> int:
@@ -137,7 +158,7 @@ class Watch(TorchDispatchMode):
         for key, memory in list(self.memory.items()):
             if memory.storage.expired():
                 del self.memory[key]
-                if not memory.owner.waits_for(memory.used):
+                if not all(memory.owner.waits_for(use.time) for use in memory.uses):
                     self.wrong["let go while it was used"] += 1
 
 
@@ -197,29 +218,35 @@ def plan_of(row: str, rank: int) -> RingPlan:
     return StepContext(layout, rank).ring_plan(None, shared=True, whole=True, query_heads=ratio)
 
 
-def two_steps(watch: Watch, row: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Forward, backward, an evaluation between them, twice, with layers one behind the other."""
+def two_steps(watch: Watch, row: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    """Forward, backward, an evaluation between them, twice, with layers one behind the other; outputs and
+    gradients.
+    """
     plan, group = plan_of(row, rank), Exchanges(watch)
     lengths, policy, _ = ROWS[row]
     tokens = SequenceLayout(lengths, ring=4, policy=policy).num_local_tokens
+    generator = torch.Generator().manual_seed(0)
+    found = []
     with watch:
-        weight = torch.randn(16, 16, dtype=dtype, requires_grad=True)
-        sink = torch.randn(4, dtype=dtype, requires_grad=True)
+        weight = torch.randn(16, 16, dtype=dtype, generator=generator).requires_grad_()
+        sink = torch.randn(4, dtype=dtype, generator=generator).requires_grad_()
 
         def layer(x: Tensor) -> Tensor:
             q, k, v = x @ weight, (x @ weight.T)[:, :2], (x @ (2 * weight))[:, :2]
             return x + ring_attention(q, k, v, plan, group, 0.3, sink) @ weight  # type: ignore[arg-type]
 
         for _ in range(2):
-            x = torch.randn(tokens, 4, 16, dtype=dtype)
+            x = torch.randn(tokens, 4, 16, dtype=dtype, generator=generator)
             out = layer(layer(x))
             with torch.no_grad():
                 layer(x)
             out.float().sum().backward()
+            assert weight.grad is not None and sink.grad is not None
+            found += [out.detach().clone(), weight.grad, sink.grad]
             del out
-            assert weight.grad is not None and weight.grad.isfinite().all()
             weight.grad = sink.grad = None
         watch._look_for_freed()
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -232,6 +259,23 @@ def test_kernels_wait_for_what_they_need(
     two_steps(watch, row, rank, dtype)
     assert watch.side and watch.overlaps
     assert not watch.wrong
+
+
+@pytest.mark.parametrize("kernel", [None, *IMPLS])
+@pytest.mark.parametrize("row", ROWS)
+def test_results_are_those_of_kernels_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, row: str, kernel: str | None
+) -> None:
+    """Also of kernels that write to their place."""
+    if kernel is not None:
+        monkeypatch.setattr(blocks, "uses_varlen", lambda q, v: True)
+        monkeypatch.setattr(blocks, "flash_impl", lambda q, k, windowed: IMPLS[kernel])
+    one_after_the_other = two_steps(Watch(), row, rank=2, dtype=torch.float64)
+    watch = watched(monkeypatch)
+    side_by_side = two_steps(watch, row, rank=2, dtype=torch.float64)
+    assert watch.side and not watch.wrong
+    for a, b in zip(side_by_side, one_after_the_other, strict=True):
+        assert b.norm() > 0.1 and torch.equal(a, b)
 
 
 @contextmanager
@@ -302,9 +346,9 @@ def test_kernels_that_nobody_asks_for_are_waited_for(monkeypatch: pytest.MonkeyP
 def test_inputs_are_let_go_with_the_results() -> None:
     """A finished object that is still held does not keep the keys of its round."""
     q, k, v = (torch.randn(8, 2, 16) for _ in range(3))
-    blocks = attention.BlockForward(q, k, v, BlockPlan.causal([(0, 8)]), 0.3).start()
+    running = attention.BlockForward(q, k, v, BlockPlan.causal([(0, 8)]), 0.3).start()
     keys = StorageWeakRef(k.untyped_storage())
     del k
     assert not keys.expired()
-    blocks.finish()
+    running.finish()
     assert keys.expired()
