@@ -24,6 +24,23 @@ def _place(index, first, n, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr):
 
 
 @triton.jit
+def _lses(lse, part_lse, row, i, h, inside, n, num_tokens):
+    """Of the keys before and of the new ones, and the larger of the two, or 0 where no key was seen."""
+    old = tl.load(lse + h * num_tokens + row, mask=inside, other=float("-inf"))
+    new = tl.load(part_lse + h * n + i, mask=inside, other=float("-inf"))
+    top = tl.maximum(old, new)
+    return old, new, tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _numbers(row, i, h, inside, num_heads, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Where a head's numbers of these rows are in the whole and in the part, and whether there are such."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    here, there = (row[:, None] * num_heads + h) * D + d, (i[:, None] * num_heads + h) * D + d
+    return here, there, inside[:, None] & (d < D)
+
+
+@triton.jit
 def _merge_kernel(
     out, lse, index, part, part_lse, into, first, n, num_tokens, num_heads,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr,
@@ -31,20 +48,14 @@ def _merge_kernel(
     # The LSE is not written here: several warps read it, and none waits for the others.
     i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
     h = tl.program_id(1).to(tl.int64)
-    old = tl.load(lse + h * num_tokens + row, mask=inside, other=float("-inf"))
-    new = tl.load(part_lse + h * n + i, mask=inside, other=float("-inf"))
-    top = tl.maximum(old, new)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    old, new, top = _lses(lse, part_lse, row, i, h, inside, n, num_tokens)
     total = tl.exp(old - top) + tl.exp(new - top)
     keep = tl.where(total > 0, tl.exp(old - top) / total, 0.0)
     add = tl.where(total > 0, tl.exp(new - top) / total, 0.0)
-    d = tl.arange(0, BLOCK_D)
-    both = inside[:, None] & (d < D)[None, :]
-    here = (row[:, None] * num_heads + h) * D + d[None, :]
-    there = (i[:, None] * num_heads + h) * D + d[None, :]
-    a = tl.load(out + here, mask=both, other=0.0).to(tl.float32)
-    b = tl.load(part + there, mask=both, other=0.0).to(tl.float32)
-    tl.store(into + here, a * keep[:, None] + b * add[:, None], mask=both)
+    here, there, real = _numbers(row, i, h, inside, num_heads, D, BLOCK_D)
+    a = tl.load(out + here, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(part + there, mask=real, other=0.0).to(tl.float32)
+    tl.store(into + here, a * keep[:, None] + b * add[:, None], mask=real)
 
 
 @triton.jit
@@ -53,10 +64,7 @@ def _lse_kernel(
 ):  # fmt: skip
     i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
     h = tl.program_id(1).to(tl.int64)
-    old = tl.load(lse + h * num_tokens + row, mask=inside, other=float("-inf"))
-    new = tl.load(part_lse + h * n + i, mask=inside, other=float("-inf"))
-    top = tl.maximum(old, new)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    old, new, top = _lses(lse, part_lse, row, i, h, inside, n, num_tokens)
     tl.store(lse + h * num_tokens + row, top + tl.log(tl.exp(old - top) + tl.exp(new - top)), mask=inside)
 
 
@@ -66,14 +74,10 @@ def _add_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     i, inside, row = _place(index, first, n, BLOCK_N, INDEXED)
-    h = tl.program_id(1).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    both = inside[:, None] & (d < D)[None, :]
-    here = (row[:, None] * num_heads + h) * D + d[None, :]
-    there = (i[:, None] * num_heads + h) * D + d[None, :]
-    a = tl.load(total + here, mask=both, other=0.0).to(tl.float32)
-    b = tl.load(part + there, mask=both, other=0.0).to(tl.float32)
-    tl.store(into + here, a + b, mask=both)
+    here, there, real = _numbers(row, i, tl.program_id(1).to(tl.int64), inside, num_heads, D, BLOCK_D)
+    a = tl.load(total + here, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(part + there, mask=real, other=0.0).to(tl.float32)
+    tl.store(into + here, a + b, mask=real)
 
 
 def merge_rows(
