@@ -1,5 +1,5 @@
-"""The whole path on one GPU: two gloo ranks share it, and one llama step in bfloat16 must equal that of one
-rank.
+"""The whole path on one GPU: two gloo ranks share it, and one step in bfloat16 must equal that of one rank,
+of a llama or (`--model qwen3_5`) of gated delta layers and attention with heads of 256.
 
 NCCL takes one rank per GPU only, so point-to-point messages go through the host here; compute runs on the
 GPU. What bfloat16 itself costs is measured as well: how far the one rank is from a step in float32. Two ranks
@@ -16,24 +16,34 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from seqbraid import Mesh, pack
 from seqbraid.models.braided import BraidedModel
 from seqbraid.verify.samples import random_samples
+from seqbraid.verify.tiny import tiny_config
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 257, 4000)
+SIZES = {
+    "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+}  # fmt: skip
+MODELS = {
+    "llama": {"head_dim": 64},
+    "qwen3_5": {
+        "head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+}  # fmt: skip
 
 
 def step(
-    mesh: Mesh, policy: str, device: str, dtype: torch.dtype = torch.bfloat16
+    family: str, mesh: Mesh, policy: str, device: str, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
     """Loss and gradients of one step, summed over the ranks."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama", vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=64, max_position_embeddings=8192,
-    )  # fmt: skip
+    config = tiny_config(family, **SIZES, **MODELS[family])
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).to(device, dtype)
     # Without FSDP: gloo has no reduce-scatter for GPU tensors, so the sum of the gradients is made here.
     braided = BraidedModel(model, mesh)
@@ -44,7 +54,7 @@ def step(
     return sums | {"loss": out.mean_loss}
 
 
-def rank_main(rank: int, store: str, results: str, device: str) -> None:
+def rank_main(rank: int, store: str, results: str, family: str, device: str) -> None:
     """One of two ranks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -52,7 +62,8 @@ def rank_main(rank: int, store: str, results: str, device: str) -> None:
     for sizes in ({"ring": 2}, {"ulysses": 2}):
         for policy in ("zigzag", "balanced"):
             mesh = Mesh(**sizes)
-            found[f"{sizes} {policy}"] = {n: x.cpu() for n, x in step(mesh, policy, device).items()}
+            sums = step(family, mesh, policy, device)
+            found[f"{sizes} {policy}"] = {name: x.cpu() for name, x in sums.items()}
     if rank == 0:
         torch.save(found, results)
     dist.destroy_process_group()
@@ -64,12 +75,14 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    device = parser.parse_args().device
+    parser.add_argument("--model", choices=MODELS, default="llama")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (f"{folder}/store", f"{folder}/results.pt", device), nprocs=2)
+        mp.spawn(rank_main, (f"{folder}/store", f"{folder}/results.pt", args.model, args.device), nprocs=2)
         found = torch.load(f"{folder}/results.pt")
+    alone = Mesh(rank=0, world_size=1)
     one, exact = (
-        {n: x.cpu() for n, x in step(Mesh(rank=0, world_size=1), "balanced", device, dtype).items()}
+        {n: x.cpu() for n, x in step(args.model, alone, "balanced", args.device, dtype).items()}
         for dtype in (torch.bfloat16, torch.float32)
     )
     noise = errors(one, exact)
