@@ -18,7 +18,7 @@ IGNORE = -100
 """The target of a token that has none."""
 
 CHUNK_BYTES = 64 << 20
-"""What the probabilities of one chunk may take."""
+"""What the probabilities of one chunk may take, if that is more than a quarter of the weight's gradient."""
 
 
 class LossSums(NamedTuple):
@@ -45,7 +45,10 @@ def linear_cross_entropy(
             f"{tuple(targets_T.shape)}"
         )
     if chunk_tokens is None:
-        chunk_tokens = max(16, CHUNK_BYTES // (weight_VD.shape[0] * _sum_dtype(hidden_TD).itemsize))
+        # A chunk reads the weight and adds to its gradient. In chunks of few tokens that takes most of the
+        # time.
+        size_V, size_D = weight_VD.shape
+        chunk_tokens = max(16, size_D // 4, CHUNK_BYTES // (size_V * _sum_dtype(hidden_TD).itemsize))
     loss, correct = _LinearCrossEntropy.apply(hidden_TD, weight_VD, bias_V, targets_T, chunk_tokens)  # type: ignore[no-untyped-call]
     return LossSums(loss, correct)
 

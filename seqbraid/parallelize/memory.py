@@ -34,7 +34,9 @@ class MemoryOptions:
     mlp_tile: int | None = None
     """Tokens per tile of the MLPs, whose intermediate tensors then exist for one tile at a time."""
     loss_chunk: int | None = None
-    """Tokens per chunk of head and loss; by default as many as make 64 MiB of logits."""
+    """Tokens per chunk of head and loss; by default a quarter of the hidden size, or as many as make 64 MiB
+    of logits where those are more.
+    """
 
     def __post_init__(self) -> None:
         if self.checkpointing not in get_args(Checkpointing):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from seqbraid.ops import linear_cross_entropy as module
 from seqbraid.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -52,6 +56,31 @@ def test_bfloat16_sums_in_float32() -> None:
         torch.autograd.grad(loss, low), torch.autograd.grad(expected, high), strict=True
     ):
         assert (got.float() - reference).norm() < 2e-2 * reference.norm()
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "chunk_bytes", "rows"),
+    [(400, 0, 100), (400, 100 * 7 * 4, 100), (400, 150 * 7 * 4, 150), (8, 0, 16), (8, 300 * 7 * 4, 200)],
+)
+def test_default_chunks_grow_with_the_hidden_size(
+    monkeypatch: pytest.MonkeyPatch, hidden_size: int, chunk_bytes: int, rows: int
+) -> None:
+    """So that reading the weight and adding to its gradient, once a chunk, takes a fixed part of the time."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.exp_.default:
+                seen.append(len(out))
+            return out
+
+    monkeypatch.setattr(module, "CHUNK_BYTES", chunk_bytes)
+    with Watch(), torch.no_grad():
+        linear_cross_entropy(
+            torch.randn(200, hidden_size), torch.randn(7, hidden_size), torch.arange(200) % 7
+        )
+    assert max(seen) == rows
 
 
 def test_shapes_are_checked() -> None:
