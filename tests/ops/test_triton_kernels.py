@@ -1,0 +1,146 @@
+"""The Triton kernels against plain maths: on a GPU, and without one in Triton's interpreter, which
+`conftest.py` turns on. It runs one program after the other, so races between them or their warps are not seen
+here; `benchmarks/repeats.py` looks for those on a GPU.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqbraid.ops import merge
+from seqbraid.ops.gated_delta import GatedDeltaCall
+from tests.plain import relative
+
+pytest.importorskip("triton")
+
+from seqbraid.ops import gated_delta_triton, merge_triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter cuts numbers off to 16 bits where a GPU rounds them.
+ONE_DIGIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}
+LOG2_E = 1.4426950408889634
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+
+
+def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Equal, −inf too, but for the last digit of this precision."""
+    finite = wanted.isfinite()
+    off = (got - wanted)[finite].abs() <= ONE_DIGIT[dtype] * wanted[finite].abs() + 1e-6
+    return bool(off.all()) and torch.equal(got[~finite], wanted[~finite])
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"), [(slice(2, 40), 8), (slice(0, 1), 12), (slice(3, 1060), 8), ("some", 12), ("one", 8)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("into_dtype", [torch.bfloat16, torch.float32, None])
+def test_sums_over_blocks(
+    rows: slice | str, size: int, dtype: torch.dtype, into_dtype: torch.dtype | None
+) -> None:
+    """Of more rows than a program has, of less, and of rows that lie anywhere; in place, and elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE)
+
+    num_tokens, num_heads = (1100, 1) if rows == slice(3, 1060) else (50, 3)
+    if isinstance(rows, str):
+        rows = torch.randperm(num_tokens, generator=generator)[: 37 if rows == "some" else 1].to(DEVICE)
+    out, lse = random(num_tokens, num_heads, size).to(dtype), random(num_heads, num_tokens)
+    n = len(out[rows])
+    part, part_lse = random(n, num_heads, size).bfloat16(), 3 * random(num_heads, n)
+    # Rows that no key was seen of: before, in this block, and in both.
+    lse[0, rows] = torch.where(torch.arange(n, device=DEVICE) % 3 == 0, -torch.inf, lse[0, rows])
+    out[:, 0][lse[0] == -torch.inf] = 0
+    part_lse[0, ::2], part[::2, 0] = -torch.inf, 0
+    for function in ("merge_rows", "add_rows"):
+        results = []
+        for kernels in (merge, merge_triton):
+            total, sums = out.clone(), lse.clone()
+            into = total if into_dtype is None else torch.full_like(out, 7.0, dtype=into_dtype)
+            if function == "merge_rows":
+                kernels.merge_rows(total, sums, rows, part, part_lse, into)
+            else:
+                kernels.add_rows(total, rows, part, into)
+            results.append((into.float(), sums))
+        (wanted, wanted_lse), (got, got_lse) = results
+        # Plain maths is never given rows that saw no key at all; the kernels give them 0.
+        assert close(got, wanted.nan_to_num(0.0), into_dtype or dtype), function
+        assert close(got_lse, wanted_lse, torch.float32), function
+
+
+def chunk_parts(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: list[int]) -> tuple[Tensor, ...]:
+    """W and U of `gated_delta_chunks.py`, and g summed inside chunks, to base 2: token by token, head by
+    head.
+    """
+    group = v.shape[1] // k.shape[1]
+    w, u, sums = k.new_zeros(*v.shape[:2], k.shape[2]), torch.zeros_like(v), torch.zeros_like(g)
+    for rows in chunks(cu):
+        for head in range(v.shape[1]):
+            key, G, b = k[rows, head // group], g[rows, head].cumsum(0), beta[rows, head, None]
+            n = (b * (key @ key.T) * (G[:, None] - G).exp()).tril(-1)
+            solved = torch.linalg.inv(torch.eye(len(G), dtype=n.dtype, device=n.device) + n) * b.T
+            w[rows, head], u[rows, head] = solved @ (G.exp()[:, None] * key), solved @ v[rows, head]
+            sums[rows, head] = G * LOG2_E
+    return w, u, sums
+
+
+def outputs_du(q: Tensor, k: Tensor, g_sums: Tensor, dout: Tensor, cu: list[int], scale: float) -> Tensor:
+    """What the outputs give U inside their chunk: (Q Kᵀ ∘ D)ᵀ dO."""
+    group, du = dout.shape[1] // k.shape[1], torch.zeros_like(dout)
+    for rows in chunks(cu):
+        for head in range(dout.shape[1]):
+            G = g_sums[rows, head] / LOG2_E
+            a = (scale * q[rows, head // group] @ k[rows, head // group].T * (G[:, None] - G).exp()).tril()
+            du[rows, head] = a.T @ dout[rows, head]
+    return du
+
+
+def chunks(cu: list[int]) -> list[slice]:
+    """Rows of each chunk of each piece."""
+    size = gated_delta_triton.CHUNK
+    return [slice(i, min(i + size, stop)) for start, stop in pairwise(cu) for i in range(start, stop, size)]
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), (16, 64), (48, 16), (128, 128)])
+def test_states_over_pieces(key_dim: int, value_dim: int) -> None:
+    """Pieces of one token, of a chunk and one more, and rows before the first piece."""
+    generator = torch.Generator().manual_seed(0)
+    cu = [5, 6, 70, 134, 199, 360]
+    shapes = [
+        (360, 2, key_dim),
+        (360, 2, key_dim),
+        (360, 4, value_dim),
+        (360, 4),
+        (360, 4),
+        (360, 4, value_dim),
+    ]
+    q, k, v, g, beta, dout = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).to(DEVICE) for shape in shapes
+    )
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
+    g, beta, scale = -0.05 * g.abs(), beta.sigmoid(), key_dim**-0.5
+    plain = GatedDeltaCall(q, k, v, g, beta, tuple(cu))
+    wanted = [4, 1, 0, 3]
+    start, stop = (torch.tensor([cu[i + j] for i in wanted], device=DEVICE) for j in (0, 1))
+    w, u, sums = chunk_parts(k, v, g, beta, cu)
+    du = outputs_du(q, k, sums, dout, cu, scale)
+    low = [x.float().contiguous() for x in (q, k, w, u, sums, dout, du)]
+    q32, k32, w32, u32, g32, dout32, du32 = low
+    M, S0 = gated_delta_triton.piece_summaries(k32, w32, u32, g32, start, stop)
+    dS = gated_delta_triton.piece_entering_gradients(q32, k32, w32, g32, dout32, du32, start, stop, scale)
+    wanted_M, wanted_S0 = plain.summaries(wanted, with_transition=True)
+    assert wanted_M is not None
+    for got, exact in ((M, wanted_M), (S0, wanted_S0), (dS, plain.entering_gradients(dout, wanted))):
+        for piece in range(len(wanted)):
+            assert relative(got[piece].double(), exact[piece]) < 1e-5
