@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,40 @@ from .media_tokens import media_config
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+OFTEN_REPLACED = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+OFTEN_REPLACED += ("causal_conv1d_fn", "causal_conv1d_update")
+
+
+@contextmanager
+def in_torch(model: PreTrainedModel) -> Iterator[None]:
+    """Run a stock model on the CPU, whatever is installed.
+
+    Where flash-linear-attention or causal-conv1d is, transformers puts its functions into the modules of
+    gated delta models when they are imported, and calls them wherever the tensors are. On a CPU they fail.
+    """
+    modules = {sys.modules.get(type(layer).__module__) for layer in model.modules()} - {None}
+    replaced = {
+        (module, name): function
+        for module in modules
+        for name in OFTEN_REPLACED
+        if hasattr(function := vars(module).get(name), "__wrapped__")
+    }
+    for (module, name), function in replaced.items():
+        setattr(module, name, _its_own(function))
+    try:
+        yield
+    finally:
+        for (module, name), function in replaced.items():
+            setattr(module, name, function)
+
+
+def _its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What a function of transformers was before it was replaced; it is given what it knows."""
+    own = inspect.unwrap(function)
+    known = inspect.signature(own).parameters
+    return lambda *args, **kwargs: own(*args, **{name: kwargs[name] for name in kwargs if name in known})
 
 
 def read_config(folder: Path) -> Any:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..models.encoders import towers_of
 from ..models.families import family_of
 from ..models.media_tokens import token_types
+from ..models.stock import in_torch
 
 IGNORE = -100
 
@@ -110,7 +111,8 @@ def _forward(
         mask = F.pad(torch.ones_like(ids), (left_padding, 0))[None]
         inputs = {name: x.expand(2, -1) for name, x in (inputs | {"attention_mask": mask}).items()}
     extra = {"output_router_logits": True} if with_router else {}
-    outputs = model(**inputs, use_cache=False, **extra)
+    with in_torch(model):
+        outputs = model(**inputs, use_cache=False, **extra)
     return outputs, outputs.logits[0, left_padding:]
 
 
@@ -142,7 +144,7 @@ def _media_forward(
     for name, value in media.items():
         inputs[name] = torch.cat([torch.as_tensor(value)] * copies) if not isinstance(value, bool) else value
     extra = {"output_router_logits": True} if with_router else {}
-    with _clips_alone(model):
+    with _clips_alone(model), in_torch(model):
         outputs = model(**inputs, use_cache=False, **extra)
     return outputs, outputs.logits[0, left_padding:]
 

@@ -1,7 +1,8 @@
 """What can be seen of the GPU path without a GPU: how segments are cut into pieces and joined again, and when
 it is taken.
 
-The kernels themselves are compared with the torch version by `benchmarks/gated_delta_kernels.py`.
+The kernels themselves are compared with the torch version in `tests/kernels`, and on a GPU by
+`benchmarks/gated_delta_kernels.py`.
 """
 
 from __future__ import annotations

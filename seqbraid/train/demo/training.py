@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from ...data.pack import pack
 from ...mesh import Mesh
 from ...models.braided import BraidedModel
+from ...models.stock import in_torch
 from ...parallelize.api import parallelize
 from .digits import (
     Digits,
@@ -150,7 +151,8 @@ def stock_logits(model: PreTrainedModel, sample: Sample) -> Tensor:
     """`[T, V]` of the stock model on one sample."""
     per_token = {key: sample[key][None] for key in ("input_ids", "mm_token_type_ids")}
     media = {key: sample[key] for key in ("pixel_values", "image_grid_thw")}
-    logits: Tensor = model(**per_token, **media, use_cache=False).logits[0]
+    with in_torch(model):
+        logits: Tensor = model(**per_token, **media, use_cache=False).logits[0]
     return logits
 
 

@@ -1,35 +1,20 @@
-"""The Triton kernels against plain maths: on a GPU, and without one in Triton's interpreter, which
-`conftest.py` turns on. It runs one program after the other, so races between them or their warps are not seen
-here; `benchmarks/repeats.py` looks for those on a GPU.
-"""
+"""Our Triton kernels against plain maths."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from seqbraid.ops import merge
+from seqbraid.ops import gated_delta_triton, merge, merge_triton
 from seqbraid.ops.gated_delta import GatedDeltaCall
 from tests.plain import relative
 
-pytest.importorskip("triton")
-
-from seqbraid.ops import gated_delta_triton, merge_triton
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter cuts numbers off to 16 bits where a GPU rounds them.
 ONE_DIGIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}
 LOG2_E = 1.4426950408889634
-
-
-@pytest.fixture(autouse=True)
-def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
 
 
 def close(got: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
@@ -51,16 +36,16 @@ def test_sums_over_blocks(
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(DEVICE)
+        return torch.randn(shape, generator=generator)
 
     num_tokens, num_heads = (1100, 1) if rows == slice(3, 1060) else (50, 3)
     if isinstance(rows, str):
-        rows = torch.randperm(num_tokens, generator=generator)[: 37 if rows == "some" else 1].to(DEVICE)
+        rows = torch.randperm(num_tokens, generator=generator)[: 37 if rows == "some" else 1]
     out, lse = random(num_tokens, num_heads, size).to(dtype), random(num_heads, num_tokens)
     n = len(out[rows])
     part, part_lse = random(n, num_heads, size).bfloat16(), 3 * random(num_heads, n)
     # Rows that no key was seen of: before, in this block, and in both.
-    lse[0, rows] = torch.where(torch.arange(n, device=DEVICE) % 3 == 0, -torch.inf, lse[0, rows])
+    lse[0, rows] = torch.where(torch.arange(n) % 3 == 0, -torch.inf, lse[0, rows])
     out[:, 0][lse[0] == -torch.inf] = 0
     part_lse[0, ::2], part[::2, 0] = -torch.inf, 0
     for function in ("merge_rows", "add_rows"):
@@ -126,13 +111,13 @@ def test_states_over_pieces(key_dim: int, value_dim: int) -> None:
         (360, 4, value_dim),
     ]
     q, k, v, g, beta, dout = (
-        torch.randn(shape, dtype=torch.float64, generator=generator).to(DEVICE) for shape in shapes
+        torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes
     )
     q, k = (torch.nn.functional.normalize(x, dim=-1) for x in (q, k))
     g, beta, scale = -0.05 * g.abs(), beta.sigmoid(), key_dim**-0.5
     plain = GatedDeltaCall(q, k, v, g, beta, tuple(cu))
     wanted = [4, 1, 0, 3]
-    start, stop = (torch.tensor([cu[i + j] for i in wanted], device=DEVICE) for j in (0, 1))
+    start, stop = (torch.tensor([cu[i + j] for i in wanted]) for j in (0, 1))
     w, u, sums = chunk_parts(k, v, g, beta, cu)
     du = outputs_du(q, k, sums, dout, cu, scale)
     low = [x.float().contiguous() for x in (q, k, w, u, sums, dout, du)]

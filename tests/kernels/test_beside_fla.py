@@ -1,0 +1,32 @@
+"""What is compared on a CPU holds where flash-linear-attention is installed too, though transformers then
+takes its kernels, which need a GPU, for stock models on any device.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from seqbraid.models.stock import OFTEN_REPLACED, in_torch
+from seqbraid.verify.run import load_model, verify_model
+from seqbraid.verify.samples import random_samples
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_text", "qwen3_next"])
+def test_parity(name: str) -> None:
+    assert verify_model(load_model(name), name).holds
+
+
+def test_its_functions_are_put_back() -> None:
+    model = load_model("qwen3_5_text")
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    replaced = any(hasattr(before.get(name), "__wrapped__") for name in OFTEN_REPLACED)
+    ids = random_samples((70,), model.config.vocab_size)[0]["input_ids"]
+    with pytest.raises(RuntimeError, match="inner"), in_torch(model):
+        assert (vars(module) != before) == replaced
+        assert model(input_ids=torch.as_tensor(ids)[None], use_cache=False).logits.isfinite().all()
+        raise RuntimeError("inner")
+    assert vars(module) == before
