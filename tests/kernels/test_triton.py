@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from seqbraid.ops import gated_delta_triton, merge, merge_triton
 from seqbraid.ops.gated_delta import GatedDeltaCall
+from tests.kernels.races import no_races
 from tests.plain import relative
 
 # The interpreter cuts numbers off to 16 bits where a GPU rounds them.
@@ -53,10 +57,12 @@ def test_sums_over_blocks(
         for kernels in (merge, merge_triton):
             total, sums = out.clone(), lse.clone()
             into = total if into_dtype is None else torch.full_like(out, 7.0, dtype=into_dtype)
-            if function == "merge_rows":
-                kernels.merge_rows(total, sums, rows, part, part_lse, into)
-            else:
-                kernels.add_rows(total, rows, part, into)
+            with no_races() as launched:
+                if function == "merge_rows":
+                    kernels.merge_rows(total, sums, rows, part, part_lse, into)
+                else:
+                    kernels.add_rows(total, rows, part, into)
+            assert (len(launched) > 0) == (kernels is merge_triton)
             results.append((into.float(), sums))
         (wanted, wanted_lse), (got, got_lse) = results
         # Plain maths is never given rows that saw no key at all; the kernels give them 0.
@@ -122,10 +128,47 @@ def test_states_over_pieces(key_dim: int, value_dim: int) -> None:
     du = outputs_du(q, k, sums, dout, cu, scale)
     low = [x.float().contiguous() for x in (q, k, w, u, sums, dout, du)]
     q32, k32, w32, u32, g32, dout32, du32 = low
-    M, S0 = gated_delta_triton.piece_summaries(k32, w32, u32, g32, start, stop)
-    dS = gated_delta_triton.piece_entering_gradients(q32, k32, w32, g32, dout32, du32, start, stop, scale)
+    with no_races() as launched:
+        M, S0 = gated_delta_triton.piece_summaries(k32, w32, u32, g32, start, stop)
+        dS = gated_delta_triton.piece_entering_gradients(q32, k32, w32, g32, dout32, du32, start, stop, scale)
+    assert len(launched) == 2
     wanted_M, wanted_S0 = plain.summaries(wanted, with_transition=True)
     assert wanted_M is not None
     for got, exact in ((M, wanted_M), (S0, wanted_S0), (dS, plain.entering_gradients(dout, wanted))):
         for piece in range(len(wanted)):
             assert relative(got[piece].double(), exact[piece]) < 1e-5
+
+
+@triton.jit
+def _racing_kernel(x, total, RACE: tl.constexpr):
+    i = tl.program_id(0)
+    lane = tl.arange(0, 128)
+    if RACE == "between programs":
+        tl.store(x + lane, tl.load(total + lane))
+    elif RACE == "reads of a neighbour":
+        tl.store(x + i * 128 + lane, tl.load(x + (1 - i) * 128 + lane))
+    elif RACE == "copies in several warps":
+        few = i * 128 + tl.arange(0, 16)
+        tl.store(x + few, tl.load(x + few) + 1)
+    elif RACE == "another shape":
+        all_of_it = tl.sum(tl.load(x + i * 128 + lane), 0)
+        tl.store(x + i * 128 + lane[:, None], tl.full([128, 1], 1.0, tl.float32) * all_of_it)
+    else:
+        tl.store(x + i * 128 + lane, tl.load(x + i * 128 + lane) + tl.load(total))
+
+
+@pytest.mark.parametrize(
+    ("race", "said"),
+    [
+        ("between programs", "write the same number"),
+        ("reads of a neighbour", "reads what"),
+        ("copies in several warps", r"writes \(16,\) where it has read \(16,\)"),
+        ("another shape", r"writes \(128, 1\) where it has read \(128,\)"),
+        ("none", None),
+    ],
+)
+def test_races_are_found(race: str, said: str | None) -> None:
+    x, total = torch.ones(256), torch.ones(128)
+    expected = nullcontext() if said is None else pytest.raises(AssertionError, match=said)
+    with expected, no_races():
+        _racing_kernel[(2,)](x, total, RACE=race)
