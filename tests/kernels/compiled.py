@@ -1,0 +1,64 @@
+"""Compile our Triton kernels for some GPUs, which needs none: `python -m tests.kernels.compiled` prints the
+shared memory of each. Not in the interpreter, which takes the compiler's place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from seqbraid.ops import gated_delta_triton, merge_triton
+
+CAPABILITIES = (80, 90, 100)
+
+SUM = {"first": "i32", "n": "i32"}
+STATES = {"start_ptr": "*i64", "stop_ptr": "*i64", "out_ptr": "*fp32"}
+HEADS = {"G": 16, "H": 32, "K": 128, "V": 128, "CHUNK": gated_delta_triton.CHUNK, "KEYS": 128}
+
+
+def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, int]]]:
+    """Kernel, types of its arguments, its constants, and warps and stages, as in a model of usual sizes."""
+    found = []
+    for total, into, indexed in (("bf16", "fp32", False), ("fp32", "bf16", True), ("fp16", "fp16", False)):
+        part = into if total == "fp32" else total
+        sizes = {"D": 128, "BLOCK_D": 128, "BLOCK_N": merge_triton.BLOCK_N, "INDEXED": indexed}
+        pointers = {"index": "*i64", "part": f"*{part}", "into": f"*{into}"} | SUM | {"num_heads": "i32"}
+        lses = {"lse": "*fp32", "part_lse": "*fp32", "num_tokens": "i32"}
+        found.append((merge_triton._merge_kernel, {"out": f"*{total}"} | pointers | lses, sizes, (4, 3)))
+        found.append((merge_triton._add_kernel, {"total": f"*{total}"} | pointers, sizes, (4, 3)))
+        lse_sizes = {"BLOCK_N": merge_triton.LSE_BLOCK_N, "INDEXED": indexed}
+        found.append((merge_triton._lse_kernel, {"index": "*i64"} | SUM | lses, lse_sizes, (4, 3)))
+    for kernel, names, (columns, *options) in (
+        (gated_delta_triton._summary_kernel, ("k", "w", "u", "g"), gated_delta_triton.SUMMARY),
+        (
+            gated_delta_triton._entering_gradient_kernel,
+            ("q", "k", "w", "g", "do", "du", "scale"),
+            gated_delta_triton.ENTERING,
+        ),
+    ):
+        types = {f"{name}_ptr": "*fp32" if name == "g" else "*bf16" for name in names if name != "scale"}
+        types |= STATES | ({"scale": "fp32"} if "scale" in names else {})
+        found.append((kernel, types, HEADS | {"COLUMNS": columns}, tuple(options)))
+    return found
+
+
+def main() -> None:
+    """One line per kernel and GPU."""
+    for kernel, types, constants, (warps, stages) in kernels():
+        given = types | dict.fromkeys(constants, "constexpr")
+        signature = {name: given[name] for name in kernel.arg_names}
+        for capability in CAPABILITIES:
+            made = triton.compile(
+                ASTSource(kernel, signature, constants),
+                target=GPUTarget("cuda", capability, 32),
+                options={"num_warps": warps, "num_stages": stages},
+            )
+            assert "cubin" in made.asm
+            print(kernel.__name__, capability, made.metadata.shared, flush=True)
+
+
+if __name__ == "__main__":
+    main()
