@@ -1,4 +1,6 @@
-"""Which stock class a checkpoint is loaded with, and the checks on its folder before anything is read."""
+"""Which stock class a checkpoint is loaded with, the checks on its folder before anything is read, and how a
+stock model is run on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from .media_tokens import media_config
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-
 OFTEN_REPLACED = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 OFTEN_REPLACED += ("causal_conv1d_fn", "causal_conv1d_update")
+"""Functions of transformers' gated delta models that those of other packages take the place of."""
 
 
 @contextmanager
