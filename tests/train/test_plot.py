@@ -6,7 +6,7 @@ import math
 from xml.etree import ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from seqbraid.train.report.plot import (
@@ -68,6 +68,8 @@ def test_names_titles_and_ticks_are_written() -> None:
     assert {"Loss & more", "one <process>", "ranks", "step", "nats", "50", "300", "2.5"} <= set(written)
 
 
+@settings(max_examples=500)
+@example(1.0, 140001.0)  # between seven steps of 20,000 and three of 50,000
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_linear_ticks_are_round_few_and_inside(low: float, size: float) -> None:
     high = low + size

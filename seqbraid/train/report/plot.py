@@ -133,12 +133,12 @@ def line_plot(
 
 def linear_ticks(low: float, high: float) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten within the range, as many as are read at ease."""
-    rough = (high - low) / MOST_TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [n * step for n in range(first, last + 1)]
+    power = 10.0 ** math.floor(math.log10((high - low) / MOST_TICKS))
+    for step in (power, 2 * power, 5 * power, 10 * power):
+        ticks = range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+        if len(ticks) <= MOST_TICKS + 1:
+            break
+    return [n * step for n in ticks]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
