@@ -50,9 +50,13 @@ def main() -> None:
     for kernel, types, constants, (warps, stages) in kernels():
         given = types | dict.fromkeys(constants, "constexpr")
         signature = {name: given[name] for name in kernel.arg_names}
+        # As torch's allocator places tensors; without it loads are narrow and nothing is pipelined.
+        aligned = {
+            (i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] == "*"
+        }
         for capability in CAPABILITIES:
             made = triton.compile(
-                ASTSource(kernel, signature, constants),
+                ASTSource(kernel, signature, constants, aligned),
                 target=GPUTarget("cuda", capability, 32),
                 options={"num_warps": warps, "num_stages": stages},
             )
