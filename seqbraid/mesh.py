@@ -10,6 +10,7 @@ from math import prod
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .comm.consensus import agree
 from .comm.rendezvous import join_job
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
@@ -122,12 +123,8 @@ class Mesh:
         """
         if self.world_size == 1:
             return {}
-        join_job()
-        if dist.get_world_size() != self.world_size:
-            raise ValueError(
-                f"the mesh has {self.world_size} processes, the process group {dist.get_world_size()}; they "
-                "must agree"
-            )
+        # Ranks with other axes would make other groups, and wait in them for ever.
+        agree(self.cpu_group, None, alike={"the mesh": f"{self._sizes()}, ep={self.ep}"})
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
         root = init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
         meshes = {axis: root[axis] for axis in AXES}
@@ -149,6 +146,12 @@ class Mesh:
     @cached_property
     def cpu_group(self) -> dist.ProcessGroup | None:
         """All ranks, on the CPU: for agreeing on numbers and errors without waiting for a GPU."""
-        if not self.device_meshes:
+        if self.world_size == 1:
             return None
+        join_job()
+        if dist.get_world_size() != self.world_size:
+            raise ValueError(
+                f"the mesh has {self.world_size} processes, the process group {dist.get_world_size()}; they "
+                "must agree"
+            )
         return dist.new_group(backend="gloo") if "nccl" in dist.get_backend() else dist.group.WORLD

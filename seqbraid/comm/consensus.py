@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,22 +21,63 @@ def gather_ints(handle: dist.ProcessGroup | None, values: Sequence[int]) -> list
 
 
 def agree(
-    handle: dist.ProcessGroup | None, error: Exception | None, values: Sequence[int] = ()
+    handle: dist.ProcessGroup | None,
+    error: Exception | None,
+    values: Sequence[int] = (),
+    alike: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """Raise on every rank of a (CPU) process group if any of them brings an error; else give everyone's
     values.
 
     The rank that saw the error raises that very one, the others a `ValueError` that names the rank and quotes
-    it.
+    it. What is in `alike` (plain values, or dicts of them, by the name that the user knows) must be the same
+    on every rank: a `ValueError` on every rank says what differs.
     """
-    found = gather_ints(handle, [error is not None, *values])
-    if not any(row[0] for row in found):
-        return [row[1:] for row in found]
+    digest = 0 if error is not None or alike is None else _digest(alike)
+    found = gather_ints(handle, [error is not None, digest, *values])
+    if any(row[0] for row in found):
+        _raise(handle, error, len(found))
+    if len({row[1] for row in found}) > 1:
+        of_ranks: list[Any] = [None] * len(found)
+        dist.all_gather_object(of_ranks, alike, group=handle)
+        raise ValueError(_difference(of_ranks))
+    return [row[2:] for row in found]
+
+
+def _raise(handle: dist.ProcessGroup | None, error: Exception | None, size: int) -> NoReturn:
     if error is not None and handle is None:
         raise error
-    messages: list[str | None] = [None] * len(found)
-    dist.all_gather_object(messages, None if error is None else str(error), group=handle)
+    messages: list[str | None] = [None] * size
+    dist.all_gather_object(messages, None if error is None else _words(error), group=handle)
     if error is not None:
         raise error
     rank, message = next((r, m) for r, m in enumerate(messages) if m is not None)
     raise ValueError(f"rank {rank} stopped: {message}")
+
+
+def _words(error: Exception) -> str:
+    """A `ValueError` speaks to the user; of any other error the kind is worth knowing too."""
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+
+def _digest(alike: Mapping[str, Any]) -> int:
+    digest = hashlib.blake2b(repr(sorted(alike.items())).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str:
+    """The first thing in which ranks differ, in words."""
+    for rank, of_rank in enumerate(of_ranks):
+        for name, value in of_rank.items():
+            first = of_ranks[0][name]
+            if repr(value) == repr(first):
+                continue
+            if isinstance(value, Mapping) and isinstance(first, Mapping):
+                keys = [key for key in {**first, **value} if repr(value.get(key)) != repr(first.get(key))]
+                if keys:
+                    name, value, first = f"{name} {keys[0]}", value.get(keys[0]), first.get(keys[0])
+            return (
+                f"rank {rank} has {name} = {value!r} but rank 0 has {first!r}; ranks that differ would wait "
+                "for each other or add up what does not belong together: give every rank the same"
+            )
+    return "ranks differ in settings; give every rank the same"

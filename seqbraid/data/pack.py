@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import lcm
 from typing import Any
@@ -17,6 +17,7 @@ from ..mesh import Mesh
 from ..models.batch import PackedBatch, Row
 from ..models.families import MediaFamily, family_of
 from ..models.media import MediaInput, sample_media
+from ..models.media_tokens import TEXT, token_types
 from ..models.positions import check_keys, sample_positions, text_positions
 
 IGNORE = -100
@@ -60,7 +61,7 @@ def pack(
             row.lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8
         )
         batch = row.split(layout, mesh.sequence_rank)
-    except ValueError as problem:
+    except Exception as problem:
         error = problem
     # A bad sample is seen by the ranks that have it alone; the others must not wait for them in the forward.
     agree(mesh.cpu_group, error)
@@ -75,6 +76,11 @@ def build_row(
 
     `rank` is the one whose media the samples hold, where they say who encodes what.
     """
+    if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
+        raise ValueError(
+            f"pack takes a list of samples, not {type(samples).__name__}; "
+            + ("put the one sample into a list" if isinstance(samples, Mapping) else "each sample is a dict")
+        )
     if not samples:
         raise ValueError("samples is empty: a row needs at least one sample")
     family = family_of(config)
@@ -96,13 +102,22 @@ def build_row(
         first += len(sample_ids)
     if check_media:
         _check_finite(media)
+    row_ids = torch.cat(ids)
     return Row(
         tuple(map(len, ids)),
-        torch.cat(ids),
+        row_ids,
         torch.cat(targets),
         torch.cat(positions, 1),
         None if family is None else tuple(media),
+        _filler(row_ids, config, family),
     )
+
+
+def _filler(ids: Tensor, config: Any, family: MediaFamily | None) -> int:
+    """The row's first token that is text."""
+    if family is not None:
+        ids = torch.cat([ids[token_types(ids, config) == TEXT], ids])
+    return int(ids[0])
 
 
 @contextmanager
@@ -127,6 +142,8 @@ def _checked_sample(
     sample: Mapping[str, Any], number: int, config: Any, family: MediaFamily | None
 ) -> tuple[Tensor, Tensor]:
     where = f"sample {number}"
+    if not isinstance(sample, Mapping):
+        raise ValueError(f"{where} is a {type(sample).__name__}; a sample is a dict with input_ids [T]")
     vocab_size = config.get_text_config().vocab_size
     if "input_ids" not in sample:
         raise ValueError(f"{where} has no input_ids; it has {', '.join(map(str, sample)) or 'no keys'}")
@@ -160,7 +177,12 @@ def _checked_sample(
 
 
 def _vector(value: Any, what: str) -> Tensor:
-    tensor = torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else value)
+    try:
+        tensor = torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(
+            f"{what} is {_short(value)}, not a list of token numbers; give integers that fit into 64 bits"
+        ) from None
     if tensor.ndim == 2 and tensor.shape[0] == 1:  # as a processor gives it for one conversation
         tensor = tensor[0]
     if tensor.ndim != 1:
@@ -168,6 +190,11 @@ def _vector(value: Any, what: str) -> Tensor:
     if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{what} has dtype {tensor.dtype}; token ids and labels are integers")
     return tensor.long()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _check_range(values: Tensor, vocab_size: int, what: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,10 @@ from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
 from ..sequence_parallel.ulysses import HeadPlan
 from . import attention
 from .batch import PackedBatch
+from .experts import braid_experts, unbraid_experts
 from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
+from .randomness import no_random_numbers, refuse_random_layers
+from .router import check_router_loss
 
 MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
 """Kinds of layers that we know to keep packed samples apart in."""
@@ -29,8 +32,8 @@ MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
 LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 """Rotary variants whose frequencies depend on the longest sample of a batch."""
 
-DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-"""What configs call the dropout of attention probabilities."""
+MARK = "_is_braided"
+"""An attribute of a model from `braid` to `unbraid`."""
 
 RECURRENT = re.compile(
     r"Mamba|SSM|Ssm[A-Z]|R[Ww][Kk][Vv]|Recurrent|Retention|Hyena|Delta|LinearAtt|Conv(?!ers)"
@@ -48,16 +51,22 @@ class Adapter:
         self._stock_attention: str = self.config._attn_implementation
         self.head = _head(model)
         self.decoder = self._decoder()
-        self.decoder_layers = _layers(self.decoder, self.config.num_hidden_layers)
+        self.decoder_layers = _layers(model, self.decoder, self.config)
+        self.has_learned_positions = _has_learned_positions(self.decoder, self.config)
         self.gated_delta: list[Any] = [m for m in self.decoder.modules() if is_gated_delta(m)]
+        self._router_is_known = False
         self._check_config()
         self._check_mixers()
+        _check_embeddings(model)
         _check_head(model, self.decoder, self.head)
 
     def _decoder(self) -> nn.Module:
         decoder = self.model.base_model
         if decoder is self.model:
-            raise ValueError(f"{self.name} has no decoder below its head; load its ForCausalLM class")
+            raise ValueError(
+                f"{self.name} has no decoder below a language-model head that we can find; load the "
+                "ForCausalLM class of a family that docs/models.md lists as supported"
+            )
         return decoder
 
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
@@ -73,6 +82,11 @@ class Adapter:
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""
+        if MARK in vars(self.model):
+            raise ValueError(
+                f"this {self.name} is parallelized already; call release() on what parallelize gave before "
+                "it is parallelized again"
+            )
         if names_flash_impl(self._stock_attention):
             use_flash_attention(self._stock_attention)
         self._set_attention(attention.NAME)
@@ -83,31 +97,60 @@ class Adapter:
             )
         for module in self.gated_delta:
             braid_gated_delta(module)
+        braid_experts(self.decoder_layers)
+        vars(self.model)[MARK] = True
 
     def unbraid(self) -> None:
         """Give the stock model back as it came."""
         self._set_attention(self._stock_attention)
         for module in self.gated_delta:
             unbraid_gated_delta(module)
+        unbraid_experts(self.decoder_layers)
+        del vars(self.model)[MARK]
 
     def _set_attention(self, name: str) -> None:
         self.model.set_attn_implementation(name)
 
-    def check_step(self, training: bool) -> None:
-        """What may have changed since `braid` and would make a step wrong."""
+    @property
+    def uses_router_loss(self) -> bool:
+        """Whether the stock model would add the load-balancing loss of its routers."""
+        return bool(getattr(self.config, "output_router_logits", False))
+
+    def check_step(self, batch: PackedBatch) -> None:
+        """What may have changed since `braid`, or is asked of the model here, and would make a step wrong."""
         found = self.config._attn_implementation
         if found != attention.NAME:
             raise ValueError(
                 f"the attention implementation of {self.name} was changed to {found!r} after parallelize; "
                 f"set it back to {attention.NAME!r} or call parallelize again"
             )
-        for key in DROPOUT_KEYS:
-            dropout = getattr(self.config, key, 0.0) or 0.0
-            if training and dropout:
-                raise ValueError(
-                    f"{self.name} trains with {key}={dropout}, which no split of a sequence can reproduce; "
-                    f"set config.{key}=0 before the model is built, or call .eval()"
-                )
+        if self.model.get_output_embeddings() is not self.head:
+            raise ValueError(
+                f"the head of {self.name} was replaced after parallelize; call release() first and "
+                "parallelize again"
+            )
+        _check_plain(self.head, self.name)
+        if self.is_training:
+            refuse_random_layers(self.model, self.config, self.name)
+        if self.uses_router_loss and not self._router_is_known:
+            check_router_loss(self.model, self.config)
+            self._router_is_known = True
+        self._check_positions(batch)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether what is random in training would be drawn: by the decoder's own mode."""
+        return any(layer.training for layer in self.decoder_layers)
+
+    def _check_positions(self, batch: PackedBatch) -> None:
+        if not self.has_learned_positions:
+            return
+        longest, limit = max(batch.layout.lengths), self.config.max_position_embeddings
+        if longest > limit:
+            raise ValueError(
+                f"a sample has {longest} tokens, but {self.name} has learned positions for {limit} "
+                f"(max_position_embeddings={limit}); cut the sample"
+            )
 
     def hidden(
         self, batch: PackedBatch, context: StepContext, with_router: bool
@@ -117,14 +160,16 @@ class Adapter:
         """
         extra = {"output_router_logits": True} if with_router else {}
         positions_4T = batch.positions
-        outputs = self.decoder(
-            **self._inputs(batch, context),
-            position_ids=positions_4T[:, None] if self._multimodal_rope() else positions_4T[:1],
-            attention_mask=attention.no_mask(batch.input_ids.device),
-            use_cache=False,
-            braid=context,
-            **extra,
-        )
+        device = batch.input_ids.device
+        with no_random_numbers(device, self.config, self.name) if self.is_training else nullcontext():
+            outputs = self.decoder(
+                **self._inputs(batch, context),
+                position_ids=positions_4T[:, None] if self._multimodal_rope() else positions_4T[:1],
+                attention_mask=attention.no_mask(device),
+                use_cache=False,
+                braid=context,
+                **extra,
+            )
         missing = set(range(self.config.num_hidden_layers)) - context.mixed_layers
         if missing:
             raise ValueError(
@@ -196,7 +241,37 @@ def _head(model: PreTrainedModel) -> nn.Linear:
             f"{type(model).__name__} has no linear language-model head (found {type(head).__name__}); load "
             "the model with its ForCausalLM class"
         )
+    _check_plain(head, type(model).__name__)
     return head
+
+
+def _check_plain(head: nn.Linear, name: str) -> None:
+    """The loss reads the head's weight: whatever else its call would do is not seen."""
+    own = type(head).forward is not nn.Linear.forward or "forward" in vars(head)
+    if own or head._forward_hooks or head._forward_pre_hooks:
+        what = f"a forward of its own ({type(head).__name__})" if own else "forward hooks"
+        raise ValueError(
+            f"the head of {name} has {what}; the loss reads the head's weight and would not see that: only "
+            "a plain linear head is supported"
+        )
+
+
+def _check_embeddings(model: PreTrainedModel) -> None:
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding):
+            continue
+        for option, why in (
+            (
+                "scale_grad_by_freq",
+                "divides gradients by how often an id is in a batch, which packing changes",
+            ),
+            ("max_norm", "changes the weights in every forward"),
+        ):
+            if getattr(module, option):
+                raise ValueError(
+                    f"{name} of {type(model).__name__} has {option}={getattr(module, option)}, which {why}; "
+                    f"set {name}.{option} to {'False' if option == 'scale_grad_by_freq' else 'None'}"
+                )
 
 
 def _refuse_adapter(module: nn.Module | None, what: str) -> None:
@@ -209,12 +284,33 @@ def _refuse_adapter(module: nn.Module | None, what: str) -> None:
         )
 
 
-def _layers(decoder: nn.Module, count: int) -> nn.ModuleList:
+def _layers(model: PreTrainedModel, decoder: nn.Module, config: Any) -> nn.ModuleList:
     """The decoder's list of layers, whatever the family calls it."""
+    count = getattr(config, "num_hidden_layers", None)
     for module in decoder.children():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(f"{type(decoder).__name__} has no list of {count} layers")
+    kind = "keeps its layers where no text decoder that we know does"
+    if type(decoder).__name__.endswith("DecoderWrapper"):
+        kind = "is the decoder of an encoder-decoder pair"
+    elif hasattr(decoder, "encoder"):
+        kind = "is built as an encoder"
+    elif not hasattr(config, "num_attention_heads"):
+        kind = "has no attention heads: it carries state from token to token in another way"
+    raise ValueError(
+        f"{type(model).__name__} (model_type {model.config.model_type!r}) {kind}; supported are text "
+        "decoders of transformers that keep their layers in one list and use its attention interface "
+        "(docs/models.md lists them)"
+    )
+
+
+def _has_learned_positions(decoder: nn.Module, config: Any) -> bool:
+    """Whether positions are looked up in a table, which ends somewhere."""
+    limit = getattr(config, "max_position_embeddings", None)
+    return bool(limit) and any(
+        isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
+        for name, module in decoder.named_modules()
+    )
 
 
 class _FakeOutput(BaseModelOutputWithPast):

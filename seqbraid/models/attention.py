@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from ..sequence_parallel.softmax import softmax_attention
 NAME = "seqbraid"
 """Our name in transformers' registry. Without a context it is plain SDPA, so `generate` goes on working."""
 
+WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size")
+"""What configs call the tokens that a windowed layer sees."""
+
 HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "is_causal",
     "output_hidden_states", "output_router_logits", "return_dict",
@@ -23,11 +27,34 @@ HARMLESS = {
 """Keywords of the attention interface that do not change what is computed in training. Others are refused."""
 
 
-def no_mask(device: torch.device) -> Tensor:
+class NoMask(Tensor):
     """Stands in for the mask of a braided step: 4-D, so stock code hands it through, and empty, so none is
-    made.
+    made. A family that computes with it has rules of its own, which a packed row would not follow.
     """
-    return torch.empty(1, 1, 0, 0, device=device)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let it be looked at, moved and sliced, and nothing else."""
+        if func.__name__ not in HARMLESS_TO_A_MASK:
+            raise ValueError(
+                f"the model computes with its attention mask ({func.__name__}): it masks by rules of its "
+                "own, which a packed row would not follow; only causal masks and windows given to attention "
+                "as sliding_window= are supported"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+HARMLESS_TO_A_MASK = {
+    "__get__", "__getitem__", "__len__", "__repr__", "size", "dim", "numel", "to", "type", "detach", "clone",
+    "contiguous", "is_floating_point", "is_complex", "element_size", "requires_grad_", "stride", "data_ptr",
+}  # fmt: skip
+
+
+def no_mask(device: torch.device) -> Tensor:
+    """The mask that the decoder is given in a braided step."""
+    return torch.empty(1, 1, 0, 0, device=device).as_subclass(NoMask)
 
 
 def braided_attention(
@@ -45,7 +72,7 @@ def braided_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend within each packed sequence: `[1, H, T, D]` in, `[1, T, H, D]` out."""
     if braid is None:
-        if attention_mask is not None and attention_mask.shape[-2:] == (0, 0):
+        if isinstance(attention_mask, NoMask):
             raise ValueError(
                 f"{type(module).__name__} was called in a braided step without its context: the model does "
                 "not hand keyword arguments down to its attention, so packed samples would see each other"
@@ -54,17 +81,30 @@ def braided_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return stock
-    _refuse_unknown(module, query, dropout, sliding_window, kwargs, braid)
+    _refuse_unknown(module, query, attention_mask, dropout, sliding_window, kwargs, braid)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
     out_THD = braid.mix(softmax_attention, q_THD, k_TGD, v_TGD, braid, scale, sliding_window, s_aux)
     braid.record(_layer_index(module))
-    return out_THD[None], None
+    return _with_padding(out_THD, v_TGD, braid)[None], None
+
+
+def _with_padding(out_THD: Tensor, v_TGD: Tensor, braid: StepContext) -> Tensor:
+    """The attention of padding is its own value, as that of a sample's first token is.
+
+    Nobody looks at it; but a zero may be where what follows has no gradient, and 0 · ∞ is not a number.
+    """
+    rows = braid.padding_rows(out_THD.device)
+    if rows is None:
+        return out_THD
+    values_RHD = v_TGD[rows].repeat_interleave(out_THD.shape[1] // v_TGD.shape[1], dim=1)
+    return out_THD.index_copy(0, rows, values_RHD)
 
 
 def _refuse_unknown(
     module: nn.Module,
     query: Tensor,
+    attention_mask: Tensor | None,
     dropout: float,
     sliding_window: int | None,
     kwargs: dict[str, Any],
@@ -75,6 +115,12 @@ def _refuse_unknown(
         raise ValueError(
             f"{name} got queries of shape {tuple(query.shape)}; the step's layout has one row of "
             f"{braid.num_local_tokens} tokens on this rank"
+        )
+    if attention_mask is not None and not isinstance(attention_mask, NoMask):
+        raise ValueError(
+            f"{name} makes a mask of its own for attention, of shape {tuple(attention_mask.shape)}, which a "
+            "packed row would not follow; only causal masks and windows given as sliding_window= are "
+            "supported"
         )
     if dropout:
         raise ValueError(
@@ -88,13 +134,30 @@ def _refuse_unknown(
                 f"{name} passes {key}={value!r} to attention, which changes it in a way that is not "
                 "supported; known are sliding_window and s_aux (sinks)"
             )
+    _refuse_unsaid_window(module, sliding_window)
+
+
+def _refuse_unsaid_window(module: nn.Module, sliding_window: int | None) -> None:
+    """A layer that masks by a window of the config must say so to attention, or be known to see all."""
+    if sliding_window is not None:
+        return
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     layer = _layer_index(module)
-    if kinds is not None and kinds[layer] == "sliding_attention" and sliding_window is None:
-        raise ValueError(
-            f"layer {layer} ({name}) is a sliding-window layer but does not say its window to attention"
-        )
+    if kinds is not None and kinds[layer] == "full_attention":
+        return
+    found = {key: getattr(config, key, None) for key in WINDOWS}
+    found = {key: window for key, window in found.items() if window}
+    if kinds is not None and kinds[layer] == "sliding_attention":
+        what = "is a sliding-window layer"
+    elif found and getattr(config, "use_sliding_window", True):
+        what = f"has {', '.join(f'{key}={window}' for key, window in found.items())} in its config"
+    else:
+        return
+    raise ValueError(
+        f"layer {layer} ({type(module).__name__}) {what} but does not hand its window to attention, so a "
+        "packed row could not follow it; set the window to None if no sample is longer than it"
+    )
 
 
 def _layer_index(module: nn.Module) -> int:

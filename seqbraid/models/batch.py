@@ -20,7 +20,7 @@ class PackedBatch:
     rank: int
     """This rank's place in the sequence group."""
     input_ids: Tensor
-    """`[T]`; padding slots hold 0."""
+    """`[T]`; padding slots hold the id of a token of the row."""
     targets: Tensor
     """`[T]`, shifted per sample before the split; −100 where there is nothing to predict."""
     positions: Tensor
@@ -54,13 +54,17 @@ class Row:
     positions: Tensor
     media: tuple[MediaInput, ...] | None = None
     """In row order; None for text models."""
+    filler: int = 0
+    """What padding slots hold: the id of a text token of the row. What a family computes on it, it computes
+    on that token too; at the id 0, which may have no embedding, it may have no gradient.
+    """
 
     def split(self, layout: SequenceLayout, rank: int) -> PackedBatch:
         """Select a rank's part of everything by the layout's one index."""
         return PackedBatch(
             layout,
             rank,
-            layout.shard(self.input_ids, rank, fill=0),
+            layout.shard(self.input_ids, rank, fill=self.filler),
             layout.shard(self.targets, rank, fill=-100),
             layout.shard(self.positions, rank, dim=1, fill=0),
             int((self.targets != -100).sum()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import operator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,11 @@ from ..comm.group import Group
 from ..mesh import Mesh
 from ..ops.linear_cross_entropy import linear_cross_entropy
 from ..sequence_parallel.context import StepContext
+from .backward_once import backward_once
 from .batch import PackedBatch
 from .media_adapter import make_adapter
 from .router import load_balancing_loss
+from .unchanged import Unchanged
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class StepOutput:
     correct_tokens: Tensor
     """How often the largest logit was the target."""
     aux_loss: Tensor | None = None
-    """The routers' load-balancing loss, detached; None where the model has none switched on."""
+    """The routers' load-balancing loss, each row's weighted by its share of `label_tokens`, as `mean_loss`
+    is; detached, the same on every rank. None where the model has none switched on.
+    """
     mtp_loss: Tensor | None = None
     """The loss of multi-token prediction; None where there is none."""
 
@@ -58,13 +62,19 @@ class BraidedModel(nn.Module):
         self.gated_delta = gated_delta
         self.loss_chunk: int | None = None
         """Tokens per chunk of head and loss; None lets the size of the vocabulary decide."""
+        self.training = model.training
         self._until_release = ExitStack()
         self._adapter = make_adapter(model)
         self._adapter.check_mesh(mesh, gated_delta)
-        self.groups = {
-            axis: Group.of(mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence", "loss")
-        }
+        self._unchanged = Unchanged(model)
+        self.groups: dict[str, Group] = {}
         self._adapter.braid()
+
+    def join_groups(self) -> None:
+        """Find the groups of this rank, which all ranks make together."""
+        self.groups = {
+            axis: Group.of(self.mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence", "loss")
+        }
 
     @property
     def decoder_layers(self) -> nn.ModuleList:
@@ -78,44 +88,52 @@ class BraidedModel(nn.Module):
         found = (getattr(encoders, name, None) for name in ("visual", "audio"))
         return [tower for tower in found if tower is not None]
 
-    def forward(self, batch: PackedBatch, label_tokens: int | None = None) -> StepOutput:
+    def __call__(self, batch: PackedBatch, label_tokens: int | None = None) -> StepOutput:
         """The loss of a packed batch, divided once by `label_tokens`.
 
-        `label_tokens` is the count of the whole optimizer step where several batches are accumulated; the
-        batch's own when left out.
+        `label_tokens` is the count of the whole optimizer step where several batches are accumulated, over
+        all data ranks, the same on every rank; the batch's own when left out.
         """
-        batch_labels = self._agree(batch, label_tokens)
-        hidden_TD, router = self._hidden(batch, with_router=self._uses_router_loss)
+        # Before anything is sent: the parameters of a sharded model are gathered around `forward`.
+        count = self._agree("forward", batch, label_tokens)
+        output: StepOutput = super().__call__(batch, count if label_tokens is None else int(label_tokens))
+        return output
+
+    def forward(self, batch: PackedBatch, label_tokens: int) -> StepOutput:
+        """A step that all ranks have agreed on."""
+        divisor = max(1, label_tokens)
+        hidden_TD, router = self._hidden(batch, with_router=self._adapter.uses_router_loss)
         head = self._adapter.head
         sums = linear_cross_entropy(hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk)
-        divisor = batch_labels if label_tokens is None else label_tokens
         # A rank without labels contributes an exact zero, and still takes part in the backward.
-        loss = sums.loss / max(divisor, 1)
-        # In float64, where the count of correct tokens is exact.
-        totals = self.groups["loss"].all_reduce(
-            torch.stack([sums.loss.detach().double(), sums.correct.double()])
-        )
-        loss_sum, correct = totals.unbind()
-        aux = None
+        loss = sums.loss / divisor
+        aux = torch.zeros_like(sums.loss)
         if router is not None:
             top_k = self._adapter.config.num_experts_per_tok
-            own, aux = load_balancing_loss(router, batch.real, top_k, self.groups["loss"])
-            # Accumulated batches weigh by their labels, so that the step's loss keeps one coefficient.
-            share = batch_labels / max(divisor, 1)
-            loss = loss + self._adapter.config.router_aux_loss_coef * share * own
+            share = batch.label_tokens / divisor
+            # Per row, weighted by the row's labels: no mesh and no accumulation changes it.
+            aux = share * load_balancing_loss(router, batch.real, top_k, self.groups["sequence"])
+            loss = loss + self._adapter.config.router_aux_loss_coef * aux
+        # In float64, where the count of correct tokens is exact.
+        own = torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)])
+        loss_sum, correct, whole_aux = self.groups["loss"].all_reduce(own).unbind()
         return StepOutput(
-            loss=loss,
-            mean_loss=(loss_sum / max(divisor, 1)).to(sums.loss.dtype),
+            loss=backward_once(loss),
+            mean_loss=(loss_sum / divisor).to(sums.loss.dtype),
             loss_sum=loss_sum.to(sums.loss.dtype),
-            label_tokens=divisor,
+            label_tokens=label_tokens,
             correct_tokens=correct.long(),
-            aux_loss=aux,
+            aux_loss=None if router is None else whole_aux.to(sums.loss.dtype),
         )
 
-    @torch.no_grad()
     def logits(self, batch: PackedBatch) -> list[Tensor]:
         """One `[T, V]` tensor per sample, in the order given: for checks, it holds all logits at once."""
-        self._agree(batch, None)
+        self._agree("logits", batch, None)
+        return self.gathered_logits(batch)
+
+    @torch.no_grad()
+    def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
+        """`logits`, with the parameters at hand."""
         hidden_TD, _ = self._hidden(batch, with_router=False)
         head = self._adapter.head
         parts = self.groups["sequence"].all_gather(F.linear(hidden_TD, head.weight, head.bias))
@@ -148,36 +166,31 @@ class BraidedModel(nn.Module):
         self._adapter.unbraid()
         return self.model
 
-    @property
-    def _uses_router_loss(self) -> bool:
-        return bool(getattr(self._adapter.config, "output_router_logits", False))
-
     def _hidden(self, batch: PackedBatch, with_router: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
         context = StepContext(batch.layout, batch.rank, ring, ulysses, sequence, self.gated_delta)
         return self._adapter.hidden(batch, context, with_router)
 
-    def _agree(self, batch: PackedBatch, label_tokens: int | None) -> int:
-        """Make sure that all ranks can do the step, before its first exchange; gives the labels of all data
+    def _agree(self, call: str, batch: PackedBatch, label_tokens: int | None) -> int:
+        """Make sure that all ranks do the same step, before its first exchange; gives the labels of all data
         ranks.
         """
-        error = None
+        mesh, error = self.mesh, None
+        own, alike = [0, 0, 0, 0], {}
         try:
-            self._check(batch)
-        except ValueError as problem:
+            self._check(batch, label_tokens)
+            own = [mesh.data_rank, mesh.sequence_rank, batch.fingerprint, batch.label_tokens]
+            alike = {"the call": call, "label_tokens": label_tokens, **self._settings()}
+        except Exception as problem:
             error = problem
-        mesh = self.mesh
-        # Ranks that exchange by different methods would wait for each other.
-        fingerprint = zlib.crc32(self.gated_delta.encode(), batch.fingerprint)
-        own = [mesh.data_rank, mesh.sequence_rank, fingerprint, batch.label_tokens]
-        found = agree(mesh.cpu_group, error, own)
+        found = agree(mesh.cpu_group, error, own, alike)
         leaders = {data: rank for rank, (data, sequence, _, _) in enumerate(found) if sequence == 0}
         for rank, (data, _, fingerprint, _) in enumerate(found):
             if fingerprint != found[leaders[data]][2]:
                 raise ValueError(
                     f"ranks {leaders[data]} and {rank} share a row but packed different samples, or with "
-                    "other settings, or differ in gated_delta; give every rank of a sequence group the same "
-                    "samples, by mesh.data_rank, and the same settings"
+                    "other settings; give every rank of a sequence group the same samples, by "
+                    "mesh.data_rank, and the same settings"
                 )
         labels = sum(count for _, sequence, _, count in found if sequence == 0)
         if label_tokens is not None and label_tokens < labels:
@@ -187,8 +200,33 @@ class BraidedModel(nn.Module):
             )
         return labels
 
-    def _check(self, batch: PackedBatch) -> None:
-        self._adapter.check_step(self.training)
+    def _settings(self) -> dict[str, Any]:
+        """What decides which exchanges a step makes, and what its sums mean: the same on every rank."""
+        return {
+            "gated_delta": self.gated_delta,
+            "training mode": self._adapter.is_training,
+            "grad mode": torch.is_grad_enabled(),
+            "requires_grad of": {name: p.requires_grad for name, p in self.model.named_parameters()},
+            "config": config_values(self._adapter.config),
+        }
+
+    def _check(self, batch: PackedBatch, label_tokens: int | None) -> None:
+        if not isinstance(batch, PackedBatch):
+            raise ValueError(
+                f"a braided model takes what seqbraid.pack gives, not {type(batch).__name__}; the stock "
+                "model, for calls of its own, is .model"
+            )
+        change = self._unchanged.difference(self.model, self)
+        if change is not None:
+            raise ValueError(f"{change}; call release() first, then change it and parallelize again")
+        _check_count(label_tokens)
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                raise ValueError(
+                    f"torch.autocast({device!r}) is on, which casts inside of kernels that choose their own "
+                    "types; leave it out, and give parallelize compute_dtype=torch.bfloat16"
+                )
+        self._adapter.check_step(batch)
         layout, mesh = batch.layout, self.mesh
         if (layout.ring, layout.ulysses) != (mesh.ring, mesh.ulysses) or batch.rank != mesh.sequence_rank:
             raise ValueError(
@@ -196,3 +234,28 @@ class BraidedModel(nn.Module):
                 f"ulysses={layout.ulysses}; this is rank {mesh.sequence_rank} of ring={mesh.ring} × "
                 f"ulysses={mesh.ulysses}: pass the model's mesh to pack"
             )
+
+
+def _check_count(label_tokens: Any) -> None:
+    if label_tokens is None:
+        return
+    try:
+        operator.index(label_tokens)
+    except TypeError:
+        raise ValueError(
+            f"label_tokens={label_tokens!r} is no whole number; give the count of the labels of all batches "
+            "of the optimizer step, over all data ranks"
+        ) from None
+
+
+OF_NO_STEP = ("architectures", "dtype", "transformers_version", "use_cache")
+"""What configs say beside how a model computes in training."""
+
+
+def config_values(config: Any) -> dict[str, str]:
+    """The values of a config that ranks must have in common, in words; where it was read from is not one."""
+    return {
+        key: repr(value)
+        for key, value in vars(config).items()
+        if not key.startswith("_") and key not in OF_NO_STEP
+    }

@@ -1,33 +1,74 @@
-"""The load-balancing loss of mixture-of-experts routers, from sums that can be reduced over ranks."""
+"""The load-balancing loss of mixture-of-experts routers: per row, from sums over the ranks that share it."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..comm.group import Group
+
+STOCK = "load_balancing_loss_func"
+"""What modeling files call the function that adds it up in the stock model."""
 
 
 def load_balancing_loss(
     router_logits: tuple[Tensor, ...], real_T: Tensor, top_k: int, group: Group
-) -> tuple[Tensor, Tensor]:
-    """What the stock model computes on the tokens of all ranks: experts × Σ (share of picks · mean
-    probability).
+) -> Tensor:
+    """This rank's share of what the stock model computes on the tokens of a whole row: experts × Σ (share of
+    picks · mean probability).
 
     `router_logits` has one `[T, E]` tensor per layer; tokens where `real_T` is False (padding) do not count.
-    Returns this rank's share, to be differentiated, and the whole, detached. Picks have no gradient, so the
-    loss is linear in the probabilities, and the shares' gradients add up to that of the whole.
+    `group` has the ranks that share the row. Picks have no gradient, so the loss is linear in the
+    probabilities: the shares add up to the whole, and so do their gradients.
     """
     num_experts = router_logits[0].shape[-1]
-    picks_E = router_logits[0].new_zeros(num_experts, dtype=torch.float32)
+    wide = torch.promote_types(router_logits[0].dtype, torch.float32)
+    picks_E = router_logits[0].new_zeros(num_experts, dtype=wide)
     probability_E = torch.zeros_like(picks_E)
     for logits_TE in router_logits:
         probabilities_TE = logits_TE[real_T].softmax(-1)
         chosen = probabilities_TE.topk(top_k, dim=-1).indices.flatten()
         picks_E = picks_E + torch.bincount(chosen, minlength=num_experts)
-        probability_E = probability_E + probabilities_TE.float().sum(0)
+        probability_E = probability_E + probabilities_TE.to(wide).sum(0)
     own_rows = (real_T.sum() * len(router_logits)).to(picks_E.dtype)
-    sums = group.all_reduce(torch.cat([picks_E, probability_E.detach(), own_rows[None]]))
-    picks_E, all_probability_E, rows = sums[:num_experts], sums[num_experts:-1], sums[-1]
-    weight_E = num_experts * picks_E / rows**2
-    return (weight_E * probability_E).sum(), (weight_E * all_probability_E).sum()
+    sums = group.all_reduce(torch.cat([picks_E, own_rows[None]]))
+    picks_E, rows = sums[:-1], sums[-1]
+    return (num_experts * picks_E / rows**2 * probability_E).sum()
+
+
+def check_router_loss(model: PreTrainedModel, config: Any) -> None:
+    """Refuse a model whose own load-balancing loss is not the one that we compute."""
+    name = type(model).__name__
+    advice = "set config.output_router_logits=False to train without a loss of the routers"
+    for key in ("router_aux_loss_coef", "num_experts_per_tok"):
+        if getattr(config, key, None) is None:
+            raise ValueError(
+                f"{name} has output_router_logits=True, but its config has no {key}, so the loss of its "
+                f"routers is not one that we know; {advice}"
+            )
+    stock = getattr(sys.modules[type(model).__module__], STOCK, None)
+    experts = stock_num_experts(config)
+    if stock is None or experts is None:
+        raise ValueError(
+            f"{name} has output_router_logits=True, but its routers have no load-balancing loss that we "
+            f"know; {advice}"
+        )
+    top_k = config.num_experts_per_tok
+    logits = tuple(torch.randn(7, experts, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    expected = stock(logits, experts, top_k)
+    found = load_balancing_loss(logits, torch.ones(7, dtype=torch.bool), top_k, Group())
+    if not torch.allclose(torch.as_tensor(expected).float(), found, rtol=1e-4):
+        raise ValueError(
+            f"{name} has output_router_logits=True, and computes another loss of its routers than the "
+            f"load-balancing loss that we know; {advice}"
+        )
+
+
+def stock_num_experts(config: Any) -> int | None:
+    """How many experts a router chooses from, whatever the family calls them."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((n for key in keys if (n := getattr(config, key, None))), None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..comm.consensus import agree
 from ..mesh import Mesh
-from ..models.braided import BraidedModel
+from ..models.braided import BraidedModel, config_values
 from .fsdp import check_compute_dtype, shard_parameters
 from .memory import MemoryOptions, apply_memory_options
 
@@ -44,6 +44,32 @@ def parallelize(
     (3, [(3, 99), (2, 99)])
     """
     mesh = Mesh() if mesh is None else mesh
+    memory = MemoryOptions() if memory is None else memory
+    group, error, braided, alike = mesh.cpu_group, None, None, {}
+    try:
+        check_model(model, mesh)
+        check_compute_dtype(model, compute_dtype)
+        alike = _alike(model, gated_delta, memory, compute_dtype)
+        braided = BraidedModel(model, mesh, gated_delta)
+        apply_memory_options(braided, memory)
+    except Exception as problem:
+        error = problem
+    # What one rank refuses, the others must not wait for; nothing above talks to another rank.
+    try:
+        agree(group, error, alike=alike)
+    except Exception:
+        if braided is not None:
+            braided.release()
+        raise
+    assert braided is not None
+    braided.join_groups()
+    if mesh.world_size > 1 or any(p.dtype != (compute_dtype or p.dtype) for p in model.parameters()):
+        shard_parameters(braided, mesh, compute_dtype)
+    return braided
+
+
+def check_model(model: Any, mesh: Mesh) -> None:
+    """Refuse what is no stock model, and axes that are to come."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"parallelize takes a transformers PreTrainedModel, not {type(model).__name__}")
     for axis in ("pp", "tp", "ep"):
@@ -52,27 +78,19 @@ def parallelize(
                 f"{axis}={getattr(mesh, axis)} is not supported yet; use 1, and dp_shard, ring or ulysses "
                 "instead"
             )
-    memory = MemoryOptions() if memory is None else memory
-    check_compute_dtype(model, compute_dtype)
-    braided = BraidedModel(model, mesh, gated_delta)
-    try:
-        _agree(mesh, memory, compute_dtype)
-        apply_memory_options(braided, memory)
-    except ValueError:
-        braided.release()
-        raise
-    if mesh.world_size > 1 or any(p.dtype != (compute_dtype or p.dtype) for p in model.parameters()):
-        shard_parameters(braided, mesh, compute_dtype)
-    return braided
 
 
-def _agree(mesh: Mesh, memory: MemoryOptions, compute_dtype: torch.dtype | None) -> None:
-    """Ranks that compute other layers again, or in another type, would wait for each other."""
-    shared = (memory.checkpointing, compute_dtype)
-    found = [row[0] for row in agree(mesh.cpu_group, None, [zlib.crc32(repr(shared).encode())])]
-    different = [rank for rank, other in enumerate(found) if other != found[0]]
-    if different:
-        raise ValueError(
-            f"ranks {different} differ from rank 0 in memory.checkpointing or compute_dtype; give the same "
-            "to every rank"
-        )
+def _alike(
+    model: PreTrainedModel, gated_delta: str, memory: MemoryOptions, compute_dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """Ranks that compute another model, other layers again, or in another type, would wait for each other."""
+    return {
+        "the model": type(model).__name__,
+        "config": config_values(model.config.get_text_config()),
+        "gated_delta": gated_delta,
+        "memory": repr(memory),
+        "compute_dtype": str(compute_dtype),
+        "the parameter": {
+            name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()
+        },
+    }

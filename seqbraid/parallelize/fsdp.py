@@ -60,7 +60,7 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(model, "logits")
+    register_fsdp_forward_method(model, "gathered_logits")
 
 
 def _mesh_of_one() -> DeviceMesh:

@@ -50,6 +50,9 @@ class StepContext:
     _plans: dict[tuple[int | None, bool, bool, float], RingPlan] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _padding: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _methods: dict[tuple[HeadSizes, int], str] = field(default_factory=dict, compare=False, repr=False)
     _chain_plans: dict[torch.device, ChainPlan] = field(default_factory=dict, compare=False, repr=False)
     _heads_plans: dict[torch.device, HeadsPlan] = field(default_factory=dict, compare=False, repr=False)
@@ -106,6 +109,23 @@ class StepContext:
         if device not in self._heads_plans:
             self._heads_plans[device] = HeadsPlan.of(self.layout, self.rank, device)
         return self._heads_plans[device]
+
+    def padding_rows(self, device: torch.device) -> Tensor | None:
+        """This rank's slots that hold no token, on a device; None where there are none."""
+        return self._slots(device)[0]
+
+    def real_rows(self, device: torch.device) -> Tensor | None:
+        """This rank's slots that hold a token, on a device; None where all do."""
+        return self._slots(device)[1]
+
+    def _slots(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        if device not in self._padding:
+            is_real = self.layout.index(self.rank) >= 0
+            rows = (is_real.logical_not().nonzero()[:, 0], is_real.nonzero()[:, 0])
+            self._padding[device] = (
+                (None, None) if is_real.all() else (rows[0].to(device), rows[1].to(device))
+            )
+        return self._padding[device]
 
     def record(self, layer: int) -> None:
         """Note that a layer mixed its tokens by our rules."""

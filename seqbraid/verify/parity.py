@@ -96,7 +96,9 @@ def check_parity(
     """
     mesh = Mesh() if mesh is None else mesh
     own = range(mesh.data_rank, len(samples), mesh.data_world_size)
-    references = stock_references(model, samples) if references is None else references
+    if references is None:
+        rows = rows_of(len(samples), mesh.data_world_size, micro_batches)
+        references = stock_references(model, samples, rows)
     reference, *others = (replace(m, logits=[m.logits[i] for i in own]) for m in references)
     ours = model if mesh.world_size == 1 else copy.deepcopy(model)
     got = packed_step(
@@ -105,12 +107,28 @@ def check_parity(
     return compare(case, got, reference, others)
 
 
-def stock_references(model: PreTrainedModel, samples: Sequence[dict[str, Any]]) -> list[Measurement]:
-    """The reference, and then equally valid orders of it for the floor."""
+def rows_of(num_samples: int, data_world_size: int = 1, micro_batches: int = 1) -> list[list[int]]:
+    """Which samples share a row when data ranks take turns and each packs its own into micro-batches.
+
+    >>> rows_of(5, data_world_size=2, micro_batches=2)
+    [[0, 2], [4], [1], [3]]
+    """
+    rows = []
+    for data_rank in range(data_world_size):
+        own = list(range(data_rank, num_samples, data_world_size))
+        size = -(-len(own) // micro_batches)
+        rows += [own[i : i + size] for i in range(0, len(own), max(1, size))]
+    return rows
+
+
+def stock_references(
+    model: PreTrainedModel, samples: Sequence[dict[str, Any]], rows: Sequence[Sequence[int]] | None = None
+) -> list[Measurement]:
+    """The reference, and then equally valid orders of it for the floor; see `stock_step` for `rows`."""
     return [
-        stock_step(model, samples),
-        stock_step(model, samples, left_padding=3, backwards=True),
-        stock_step(model, samples, left_padding=37),
+        stock_step(model, samples, rows=rows),
+        stock_step(model, samples, left_padding=3, backwards=True, rows=rows),
+        stock_step(model, samples, left_padding=37, rows=rows),
     ]
 
 
@@ -126,8 +144,7 @@ def packed_step(
     with fresh_gradients(model):
         braided = parallelize(model, mesh, gated_delta)
         try:
-            size = -(-len(samples) // micro_batches)
-            parts = [samples[i : i + size] for i in range(0, len(samples), size)]
+            parts = [[samples[i] for i in row] for row in rows_of(len(samples), 1, micro_batches)]
             batches = [pack(part, model.config, mesh, **layout) for part in parts]
             logits = [x for batch in batches for x in braided.logits(batch)]
             loss = torch.zeros(())

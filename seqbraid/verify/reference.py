@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..models.encoders import towers_of
 from ..models.families import family_of
 from ..models.media_tokens import token_types
+from ..models.router import stock_num_experts
 from ..models.stock import in_torch
 
 IGNORE = -100
@@ -30,19 +31,25 @@ class Measurement:
 
 
 def stock_step(
-    model: PreTrainedModel, samples: Sequence[dict[str, Any]], left_padding: int = 0, backwards: bool = False
+    model: PreTrainedModel,
+    samples: Sequence[dict[str, Any]],
+    left_padding: int = 0,
+    backwards: bool = False,
+    rows: Sequence[Sequence[int]] | None = None,
 ) -> Measurement:
     """Sum of token losses over the samples, one forward each, divided by the number of labels; its gradient.
 
     `left_padding` and `backwards` change the order of the sums and nothing else: each sample gets that many
     masked tokens in front (which moves the chunks of a gated-delta layer), and the samples are visited in
-    reverse.
+    reverse. The loss of routers is formed per row: `rows` says which samples share one; all do when it is
+    left out.
     """
     with fresh_gradients(model):
-        count = max(1, sum(int((shifted(sample) != IGNORE).sum()) for sample in samples))
+        labels = [int((shifted(sample) != IGNORE).sum()) for sample in samples]
+        count = max(1, sum(labels))
         with_router = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
         losses: list[Tensor] = []
-        routers: list[tuple[Tensor, ...]] = []
+        routers: dict[int, tuple[Tensor, ...]] = {}
         logits: dict[int, Tensor] = {}
         order = range(len(samples))
         for i in reversed(order) if backwards else order:
@@ -58,7 +65,7 @@ def stock_step(
             )
             if with_router:
                 tokens = slice(left_padding, left_padding + len(found))
-                routers.append(tuple(r[tokens] for r in outputs.router_logits))
+                routers[i] = tuple(r[tokens] for r in outputs.router_logits)
             else:
                 loss.backward()
                 loss = loss.detach()
@@ -66,7 +73,9 @@ def stock_step(
             logits[i] = found.detach()
         total = torch.stack(losses).sum()
         if with_router:
-            total = total + _router_loss(model, routers)
+            for row in [range(len(samples))] if rows is None else rows:
+                share = sum(labels[i] for i in row) / count
+                total = total + share * _router_loss(model, [routers[i] for i in row])
             total.backward()
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
@@ -173,12 +182,12 @@ def _clips_alone(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _router_loss(model: PreTrainedModel, routers: list[tuple[Tensor, ...]]) -> Tensor:
-    """The stock function on the router logits of all tokens of the step."""
+    """The stock function on the router logits of all tokens of a row."""
     import importlib
 
     config = model.config.get_text_config()
     stock = importlib.import_module(type(model).__module__).load_balancing_loss_func
     joined = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
+    experts = stock_num_experts(config)
     loss: Tensor = config.router_aux_loss_coef * stock(joined, experts, config.num_experts_per_tok)
     return loss

@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jamba": ({}, "carries state|kind mamba"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "kind conv|carries state"),
     "bloom": ({}, "attention interface"),
-    "llama4_text": ({}, "decoder below its head|chunked"),
+    "llama4_text": ({}, "no decoder below a language-model head|chunked"),
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
 }
 

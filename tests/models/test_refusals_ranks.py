@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
+from seqbraid.parallelize.memory import MemoryOptions
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
 from tests import ranks
@@ -83,6 +86,150 @@ def window_under_ring() -> None:
     model(sb.pack(random_samples([200, 30], 97), model.model.config, mesh))
 
 
+def step_on(mesh: Mesh, model: sb.BraidedModel, **arguments: Any) -> sb.StepOutput:
+    samples = random_samples([20 + mesh.data_rank], 97, ignored="none")
+    return model(sb.pack(samples, model.model.config, mesh), **arguments)
+
+
+def divisor_on_one_rank() -> None:
+    mesh = Mesh(dp_shard=2)
+    step_on(mesh, sb.parallelize(tiny_model("llama"), mesh), **({"label_tokens": 39} if mesh.rank else {}))
+
+
+def divisor_of_the_own_data_rank() -> None:
+    mesh = Mesh(dp_shard=2)
+    step_on(mesh, sb.parallelize(tiny_model("llama"), mesh), label_tokens=60 + mesh.rank)
+
+
+def divisor_that_is_no_number_on_one_rank() -> None:
+    mesh = Mesh(dp_shard=2)
+    step_on(mesh, sb.parallelize(tiny_model("llama"), mesh), label_tokens=(float("nan") if mesh.rank else 39))
+
+
+def ids_on_one_rank(ids: Any) -> None:
+    mesh = Mesh(dp_shard=2)
+    sb.pack([{"input_ids": ids if mesh.rank else [1, 2]}], tiny_model("llama").config, mesh)
+
+
+def none_on_one_rank() -> None:
+    ids_on_one_rank(None)
+
+
+def words_on_one_rank() -> None:
+    ids_on_one_rank(["a", "b"])
+
+
+def huge_id_on_one_rank() -> None:
+    ids_on_one_rank([1, 2**70])
+
+
+def error_within_pack_on_one_rank() -> None:
+    class Broken(dict[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            raise RuntimeError("the disk is gone")
+
+    mesh = Mesh(dp_shard=2)
+    sample = {"input_ids": [1, 2]}
+    sb.pack([Broken(sample) if mesh.rank else sample], tiny_model("llama").config, mesh)
+
+
+def other_kind_of_config_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    rope = {"rope_type": ("default", "dynamic")[mesh.rank], "rope_theta": 1e4, "factor": 2.0}
+    sb.parallelize(tiny_model("llama", rope_parameters=rope), mesh)
+
+
+def other_options_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    memory = MemoryOptions(checkpointing=("none", "full")[mesh.rank])
+    sb.parallelize(tiny_model("llama"), mesh, memory=memory)
+
+
+def option_refused_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    sb.parallelize(tiny_model("llama"), mesh, gated_delta=("auto", "guess")[mesh.rank])
+
+
+def no_model_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model: Any = tiny_model("llama")
+    sb.parallelize(model if mesh.rank else model.lm_head, mesh)
+
+
+def other_mesh_on_one_rank() -> None:
+    sb.parallelize(tiny_model("llama"), Mesh(ring=2) if int(os.environ["RANK"]) else Mesh(ulysses=2))
+
+
+def frozen_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    next(iter(model.decoder_layers[0].parameters())).requires_grad_(mesh.rank == 0)
+    step_on(mesh, model)
+
+
+def frozen_on_one_rank_before() -> None:
+    mesh = Mesh(ring=2)
+    model: Any = tiny_model("llama")
+    model.lm_head.weight.requires_grad_(mesh.rank == 0)
+    sb.parallelize(model, mesh)
+
+
+def router_loss_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("qwen3_moe"), mesh)
+    model.model.config.output_router_logits = mesh.rank == 0
+    step_on(mesh, model)
+
+
+def window_on_one_rank() -> None:
+    mesh = Mesh(ulysses=2)
+    model = sb.parallelize(tiny_model("gemma3"), mesh)
+    model.model.config.sliding_window += mesh.rank
+    step_on(mesh, model)
+
+
+def no_gradient_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    with torch.set_grad_enabled(mesh.rank == 0):
+        step_on(mesh, model)
+
+
+def logits_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    batch = sb.pack(random_samples([20], 97), model.model.config, mesh)
+    model(batch) if mesh.rank else model.logits(batch)
+
+
+def evaluation_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    step_on(mesh, sb.parallelize(tiny_model("llama").train(mesh.rank == 0), mesh))
+
+
+def tensor_as_batch_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    batch = sb.pack(random_samples([20], 97), model.model.config, mesh)
+    model(torch.tensor([[1, 2]]) if mesh.rank else batch)
+
+
+def resized_on_all_ranks() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("qwen3"), mesh)
+    model.model.get_input_embeddings().weight = torch.nn.Parameter(torch.randn(101, 32))
+    step_on(mesh, model)
+
+
+def weight_replaced_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    if mesh.rank:
+        head = model.model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(torch.zeros(head.weight.shape))
+    step_on(mesh, model)
+
+
 def an_axis_to_come() -> None:
     sb.parallelize(tiny_model("llama"), Mesh(tp=2))
 
@@ -91,7 +238,7 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (heads_that_do_not_divide, 4, "ulysses=4 does not divide 6 query heads; use 1, 2, 3 or 6"),
     (linear_heads_that_do_not_divide, 4, 'use 1 or 2 ranks, or state passing (gated_delta="states")'),
     (unknown_exchange, 2, "gated_delta='guess' is unknown; use one of 'auto', 'states', 'heads'"),
-    (other_exchange_on_one_rank, 2, "or with other settings, or differ in gated_delta"),
+    (other_exchange_on_one_rank, 2, "rank 1 has gated_delta = 'heads' but rank 0 has 'states'"),
     (world_that_is_not_the_product, 2, "needs 3 processes"),
     (other_samples_on_one_rank, 2, "ranks 0 and 1 share a row but packed different samples"),
     (attention_changed_on_one_rank, 2, "changed to 'sdpa'"),
@@ -100,6 +247,27 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (too_small_a_divisor, 2, "label_tokens=25 is less than the 39"),
     (batch_of_another_mesh, 2, "pass the model's mesh to pack"),
     (window_under_ring, 2, "use ulysses instead of ring"),
+    (divisor_on_one_rank, 2, "rank 1 has label_tokens = 39 but rank 0 has None"),
+    (divisor_of_the_own_data_rank, 2, "rank 1 has label_tokens = 61 but rank 0 has 60"),
+    (divisor_that_is_no_number_on_one_rank, 2, "label_tokens=nan is no whole number"),
+    (none_on_one_rank, 2, "sample 0: input_ids is None, not a list of token numbers"),
+    (words_on_one_rank, 2, "not a list of token numbers"),
+    (huge_id_on_one_rank, 2, "fit into 64 bits"),
+    (other_kind_of_config_on_one_rank, 2, "uses rope_type dynamic"),
+    (other_options_on_one_rank, 2, "rank 1 has memory = "),
+    (option_refused_on_one_rank, 2, "gated_delta='guess' is unknown"),
+    (no_model_on_one_rank, 2, "takes a transformers PreTrainedModel, not Linear"),
+    (other_mesh_on_one_rank, 2, "rank 1 has the mesh = "),
+    (frozen_on_one_rank, 2, "rank 1 has requires_grad of model.layers.0"),
+    (frozen_on_one_rank_before, 2, "rank 1 has the parameter lm_head.weight"),
+    (router_loss_on_one_rank, 2, "rank 1 has config output_router_logits"),
+    (window_on_one_rank, 2, "rank 1 has config sliding_window = '17' but rank 0 has '16'"),
+    (no_gradient_on_one_rank, 2, "rank 1 has grad mode = False but rank 0 has True"),
+    (logits_on_one_rank, 2, "rank 1 has the call = 'forward' but rank 0 has 'logits'"),
+    (evaluation_on_one_rank, 2, "rank 1 has training mode = False but rank 0 has True"),
+    (tensor_as_batch_on_one_rank, 2, "takes what seqbraid.pack gives, not Tensor"),
+    (resized_on_all_ranks, 2, "was of shape [97, 32]"),
+    (weight_replaced_on_one_rank, 2, "was replaced since it was sharded"),
     (an_axis_to_come, 2, "tp=2 is not supported yet"),
 ]
 
@@ -109,6 +277,14 @@ def test_refused_on_every_rank(function: Callable[[], None], size: int, message:
     for error in ranks.errors(function, size, limit=20):
         assert error.kind == "ValueError"
         assert message in error.message
+
+
+def test_an_unforeseen_error_of_one_rank_ends_the_others() -> None:
+    kinds = {error.kind: error.message for error in ranks.errors(error_within_pack_on_one_rank, 2, limit=20)}
+    assert kinds == {
+        "RuntimeError": "the disk is gone",
+        "ValueError": "rank 1 stopped: RuntimeError: the disk is gone",
+    }
 
 
 def two_meshes() -> list[float]:

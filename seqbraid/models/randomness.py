@@ -1,0 +1,76 @@
+"""Random numbers in a step: refused, since ranks that share a row would not draw what one process draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+WORDS = ("drop", "jitter")
+"""What configs call that for which random numbers are drawn."""
+
+ELSEWHERE = ("classifier", "summary", "encoder_", "cls_")
+"""Keys that speak of parts which a decoder with a language-model head does not have."""
+
+
+def refuse_random_layers(model: nn.Module, config: Any, name: str) -> None:
+    """Refuse a step in training that would drop values or whole layers."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p:
+            raise ValueError(
+                f"{name} trains with dropout {module.p} at {path!r}, and ranks that share a row would not "
+                "draw what one process draws; set it to 0 (LoRA: lora_dropout=0; else in the config, before "
+                "the model is built), or call .eval()"
+            )
+    for key, value in _random_keys(config).items():
+        if "attn" in key or "attention" in key or "layerdrop" in key:
+            raise ValueError(
+                f"{name} trains with {key}={value}, which no split of a sequence can reproduce; set "
+                f"config.{key}=0 before the model is built, or call .eval()"
+            )
+
+
+@contextmanager
+def no_random_numbers(device: torch.device, config: Any, name: str) -> Iterator[None]:
+    """Refuse afterwards what drew random numbers by functions, which no module shows."""
+    before = _state(device)
+    host = torch.get_rng_state()
+    yield
+    if torch.equal(_state(device), before) or _only_scalars(host, config.num_hidden_layers):
+        return
+    found = ", ".join(f"{key}={value}" for key, value in _random_keys(config).items())
+    raise ValueError(
+        f"{name} draws random numbers in training"
+        + (f" (its config has {found})" if found else " (in its router, for example)")
+        + ", and ranks that share a row would not draw what one process draws; "
+        + ("set those to 0 before the model is built, or " if found else "")
+        + "call .eval()"
+    )
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _only_scalars(before: torch.Tensor, num_layers: int) -> bool:
+    """Whether one number a layer was drawn at most, as families do that may skip layers, though none is."""
+    generator = torch.Generator()
+    generator.set_state(before)
+    after = torch.get_rng_state()
+    for _ in range(num_layers):
+        torch.rand([], generator=generator)
+        if torch.equal(generator.get_state(), after):
+            return True
+    return False
+
+
+def _random_keys(config: Any) -> dict[str, float]:
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if any(word in key for word in WORDS) and not key.startswith(ELSEWHERE)
+        if isinstance(value, int | float) and value
+    }

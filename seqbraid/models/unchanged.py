@@ -1,0 +1,67 @@
+"""What a user may do to a model after `parallelize` that a step would not see: found before the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+class Unchanged:
+    """The modules and parameters of a model as they were braided; comparing takes a walk over the modules."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.modules = list(model.modules())  # kept, so that none of a later module's has the same address
+        self.names = [name for name, _ in model.named_modules()]
+        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+    def difference(self, model: PreTrainedModel, wrapper: nn.Module) -> str | None:
+        """What is not as it was, in words; to be asked before sharded parameters are gathered, which puts
+        them back into the modules they came from.
+        """
+        found = list(model.modules())
+        for before, now, name in zip(self.modules, found, self.names, strict=False):
+            if before is not now:
+                return f"{name!r} is another module ({type(now).__name__}) than when parallelize was called"
+        if len(found) != len(self.modules):
+            added = set(dict(model.named_modules())) ^ set(self.names)
+            return f"modules were added or taken away since parallelize was called: {_few(added)}"
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        for name in self.shapes.keys() | shapes.keys():
+            before_shape, shape = self.shapes.get(name), shapes.get(name)
+            if before_shape != shape:
+                was = "absent" if before_shape is None else f"of shape {list(before_shape)}"
+                now_is = "absent" if shape is None else f"of shape {list(shape)}"
+                return f"the parameter {name!r} was {was} when parallelize was called and is {now_is} now"
+        for name in _unsharded(wrapper):
+            return f"the parameter {name!r} was replaced since it was sharded"
+        return None
+
+
+def _unsharded(wrapper: nn.Module) -> Iterator[str]:
+    """Parameters that are plain where others of their unit are sharded: a unit is gathered as a whole."""
+    if not isinstance(wrapper, FSDPModule):
+        return
+    units: list[list[tuple[str, bool]]] = []
+
+    def walk(module: nn.Module, prefix: str, unit: list[tuple[str, bool]]) -> None:
+        if isinstance(module, FSDPModule):
+            unit = []
+            units.append(unit)
+        for name, parameter in module.named_parameters(prefix.rstrip("."), recurse=False):
+            unit.append((name, isinstance(parameter, DTensor)))
+        for name, child in module.named_children():
+            walk(child, f"{prefix}{name}.", unit)
+
+    walk(wrapper, "", [])
+    for unit in units:
+        if any(sharded for _, sharded in unit):
+            yield from (name for name, sharded in unit if not sharded)
+
+
+def _few(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (", …" if len(names) > 3 else "")
