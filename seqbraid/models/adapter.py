@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
 from ..sequence_parallel.ulysses import HeadPlan
 from . import attention
 from .batch import PackedBatch
-from .experts import braid_experts, unbraid_experts
+from .dropout import active_dropout, braid_dropout
+from .experts import are_experts, braid_experts
 from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
 from .randomness import no_random_numbers, refuse_random_layers
 from .router import check_router_loss
+from .running import bind_layer, running, unbind
 
 MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
 """Kinds of layers that we know to keep packed samples apart in."""
@@ -55,6 +57,7 @@ class Adapter:
         self.has_learned_positions = _has_learned_positions(self.decoder, self.config)
         self.gated_delta: list[Any] = [m for m in self.decoder.modules() if is_gated_delta(m)]
         self._router_is_known = False
+        self._bound: list[nn.Module] = []
         self._check_config()
         self._check_mixers()
         _check_embeddings(model)
@@ -97,15 +100,33 @@ class Adapter:
             )
         for module in self.gated_delta:
             braid_gated_delta(module)
-        braid_experts(self.decoder_layers)
+        self._braid_parts()
         vars(self.model)[MARK] = True
+
+    def _braid_parts(self) -> None:
+        """Experts and dropout, wherever they are; layers that have some say which step they run for."""
+        for name, module in self.decoder.named_modules():
+            if are_experts(module):
+                braid_experts(module)
+            elif isinstance(module, nn.Dropout):
+                braid_dropout(module, name)
+            else:
+                continue
+            self._bound.append(module)
+        inside = {id(module) for module in self._bound}
+        for layer in self.decoder_layers:
+            if any(id(module) in inside for module in layer.modules()):
+                bind_layer(layer)
+                self._bound.append(layer)
 
     def unbraid(self) -> None:
         """Give the stock model back as it came."""
         self._set_attention(self._stock_attention)
         for module in self.gated_delta:
             unbraid_gated_delta(module)
-        unbraid_experts(self.decoder_layers)
+        for module in self._bound:
+            unbind(module)
+        self._bound = []
         del vars(self.model)[MARK]
 
     def _set_attention(self, name: str) -> None:
@@ -116,7 +137,7 @@ class Adapter:
         """Whether the stock model would add the load-balancing loss of its routers."""
         return bool(getattr(self.config, "output_router_logits", False))
 
-    def check_step(self, batch: PackedBatch) -> None:
+    def check_step(self, batch: PackedBatch, seed: int | None) -> None:
         """What may have changed since `braid`, or is asked of the model here, and would make a step wrong."""
         found = self.config._attn_implementation
         if found != attention.NAME:
@@ -131,7 +152,13 @@ class Adapter:
             )
         _check_plain(self.head, self.name)
         if self.is_training:
-            refuse_random_layers(self.model, self.config, self.name)
+            refuse_random_layers(self.model, self.decoder, self.config, self.name)
+        for name, module in active_dropout(self.decoder).items() if seed is None else ():
+            raise ValueError(
+                f"{self.name} trains with dropout {module.p} at {name!r}; say what it is drawn from, "
+                "model(batch, seed=…): the same for all batches and ranks of an optimizer step, another one "
+                "for every step; or set it to 0, or call .eval()"
+            )
         if self.uses_router_loss and not self._router_is_known:
             check_router_loss(self.model, self.config)
             self._router_is_known = True
@@ -161,7 +188,10 @@ class Adapter:
         extra = {"output_router_logits": True} if with_router else {}
         positions_4T = batch.positions
         device = batch.input_ids.device
-        with no_random_numbers(device, self.config, self.name) if self.is_training else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(running(context))
+            if self.is_training:
+                stack.enter_context(no_random_numbers(device, self.config, self.name))
             outputs = self.decoder(
                 **self._inputs(batch, context),
                 position_ids=positions_4T[:, None] if self._multimodal_rope() else positions_4T[:1],

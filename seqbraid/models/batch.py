@@ -29,6 +29,8 @@ class PackedBatch:
     """Targets of the whole row, all ranks together."""
     fingerprint: int
     """Of the row and its layout: ranks of one sequence group must agree on it."""
+    keys: Tensor | None = None
+    """`[T]`: what tells a token from others, on any mesh: its sample's ids and its place among them."""
     media: MediaBatch | None = None
     """What this rank encodes, and where features go; None for text models."""
 
@@ -39,7 +41,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with its tensors on another device."""
-        tensors = {name: getattr(self, name).to(device) for name in ("input_ids", "targets", "positions")}
+        names = ("input_ids", "targets", "positions", "keys")
+        tensors = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
         media = None if self.media is None else self.media.to(device)
         return replace(self, media=media, **tensors)
 
@@ -69,8 +72,14 @@ class Row:
             layout.shard(self.positions, rank, dim=1, fill=0),
             int((self.targets != -100).sum()),
             self._fingerprint(layout),
+            layout.shard(self._keys(), rank),
             None if self.media is None else MediaBatch.of(layout, self.media, rank),
         )
+
+    def _keys(self) -> Tensor:
+        digests = [zlib.crc32(ids.numpy().tobytes()) >> 1 for ids in self.input_ids.split(self.lengths)]
+        places = torch.cat([torch.arange(length) for length in self.lengths])
+        return (torch.tensor(digests).repeat_interleave(torch.tensor(self.lengths)) << 32) | places
 
     def _fingerprint(self, layout: SequenceLayout) -> int:
         shape = (self.lengths, layout.ring, layout.ulysses, layout.policy, layout.num_local_tokens)

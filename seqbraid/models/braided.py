@@ -88,21 +88,25 @@ class BraidedModel(nn.Module):
         found = (getattr(encoders, name, None) for name in ("visual", "audio"))
         return [tower for tower in found if tower is not None]
 
-    def __call__(self, batch: PackedBatch, label_tokens: int | None = None) -> StepOutput:
+    def __call__(
+        self, batch: PackedBatch, label_tokens: int | None = None, seed: int | None = None
+    ) -> StepOutput:
         """The loss of a packed batch, divided once by `label_tokens`.
 
         `label_tokens` is the count of the whole optimizer step where several batches are accumulated, over
-        all data ranks, the same on every rank; the batch's own when left out.
+        all data ranks, the same on every rank; the batch's own when left out. A model that trains with
+        dropout draws it from `seed`, which is another one for every step; any mesh draws the same.
         """
         # Before anything is sent: the parameters of a sharded model are gathered around `forward`.
-        count = self._agree("forward", batch, label_tokens)
-        output: StepOutput = super().__call__(batch, count if label_tokens is None else int(label_tokens))
+        count = self._agree("forward", batch, label_tokens, seed)
+        divisor = count if label_tokens is None else int(label_tokens)
+        output: StepOutput = super().__call__(batch, divisor, seed)
         return output
 
-    def forward(self, batch: PackedBatch, label_tokens: int) -> StepOutput:
+    def forward(self, batch: PackedBatch, label_tokens: int, seed: int | None = None) -> StepOutput:
         """A step that all ranks have agreed on."""
         divisor = max(1, label_tokens)
-        hidden_TD, router = self._hidden(batch, with_router=self._adapter.uses_router_loss)
+        hidden_TD, router = self._hidden(batch, self._adapter.uses_router_loss, seed)
         head = self._adapter.head
         sums = linear_cross_entropy(hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk)
         # A rank without labels contributes an exact zero, and still takes part in the backward.
@@ -128,13 +132,13 @@ class BraidedModel(nn.Module):
 
     def logits(self, batch: PackedBatch) -> list[Tensor]:
         """One `[T, V]` tensor per sample, in the order given: for checks, it holds all logits at once."""
-        self._agree("logits", batch, None)
+        self._agree("logits", batch, None, 0)
         return self.gathered_logits(batch)
 
     @torch.no_grad()
     def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
         """`logits`, with the parameters at hand."""
-        hidden_TD, _ = self._hidden(batch, with_router=False)
+        hidden_TD, _ = self._hidden(batch, with_router=False, seed=0)
         head = self._adapter.head
         parts = self.groups["sequence"].all_gather(F.linear(hidden_TD, head.weight, head.bias))
         row = batch.layout.unshard(parts)
@@ -166,21 +170,25 @@ class BraidedModel(nn.Module):
         self._adapter.unbraid()
         return self.model
 
-    def _hidden(self, batch: PackedBatch, with_router: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    def _hidden(
+        self, batch: PackedBatch, with_router: bool, seed: int | None
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
-        context = StepContext(batch.layout, batch.rank, ring, ulysses, sequence, self.gated_delta)
+        context = StepContext(
+            batch.layout, batch.rank, ring, ulysses, sequence, self.gated_delta, seed, batch.keys
+        )
         return self._adapter.hidden(batch, context, with_router)
 
-    def _agree(self, call: str, batch: PackedBatch, label_tokens: int | None) -> int:
+    def _agree(self, call: str, batch: PackedBatch, label_tokens: int | None, seed: int | None) -> int:
         """Make sure that all ranks do the same step, before its first exchange; gives the labels of all data
         ranks.
         """
         mesh, error = self.mesh, None
         own, alike = [0, 0, 0, 0], {}
         try:
-            self._check(batch, label_tokens)
+            self._check(batch, label_tokens, seed)
             own = [mesh.data_rank, mesh.sequence_rank, batch.fingerprint, batch.label_tokens]
-            alike = {"the call": call, "label_tokens": label_tokens, **self._settings()}
+            alike = {"the call": call, "label_tokens": label_tokens, "seed": seed, **self._settings()}
         except Exception as problem:
             error = problem
         found = agree(mesh.cpu_group, error, own, alike)
@@ -210,7 +218,7 @@ class BraidedModel(nn.Module):
             "config": config_values(self._adapter.config),
         }
 
-    def _check(self, batch: PackedBatch, label_tokens: int | None) -> None:
+    def _check(self, batch: PackedBatch, label_tokens: int | None, seed: int | None) -> None:
         if not isinstance(batch, PackedBatch):
             raise ValueError(
                 f"a braided model takes what seqbraid.pack gives, not {type(batch).__name__}; the stock "
@@ -219,14 +227,15 @@ class BraidedModel(nn.Module):
         change = self._unchanged.difference(self.model, self)
         if change is not None:
             raise ValueError(f"{change}; call release() first, then change it and parallelize again")
-        _check_count(label_tokens)
+        for name, value in (("label_tokens", label_tokens), ("seed", seed)):
+            _check_whole(name, value)
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
                 raise ValueError(
                     f"torch.autocast({device!r}) is on, which casts inside of kernels that choose their own "
                     "types; leave it out, and give parallelize compute_dtype=torch.bfloat16"
                 )
-        self._adapter.check_step(batch)
+        self._adapter.check_step(batch, seed)
         layout, mesh = batch.layout, self.mesh
         if (layout.ring, layout.ulysses) != (mesh.ring, mesh.ulysses) or batch.rank != mesh.sequence_rank:
             raise ValueError(
@@ -236,15 +245,15 @@ class BraidedModel(nn.Module):
             )
 
 
-def _check_count(label_tokens: Any) -> None:
-    if label_tokens is None:
+def _check_whole(name: str, value: Any) -> None:
+    if value is None:
         return
     try:
-        operator.index(label_tokens)
+        operator.index(value)
     except TypeError:
+        what = "the count of the labels of all batches" if name == "label_tokens" else "the seed"
         raise ValueError(
-            f"label_tokens={label_tokens!r} is no whole number; give the count of the labels of all batches "
-            "of the optimizer step, over all data ranks"
+            f"{name}={value!r} is no whole number; give {what} of the optimizer step, over all data ranks"
         ) from None
 
 

@@ -1,4 +1,6 @@
-"""Random numbers in a step: refused, since ranks that share a row would not draw what one process draws."""
+"""Random numbers that we cannot draw by token are refused: ranks that share a row would not draw what one
+process draws.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ ELSEWHERE = ("classifier", "summary", "encoder_", "cls_")
 """Keys that speak of parts which a decoder with a language-model head does not have."""
 
 
-def refuse_random_layers(model: nn.Module, config: Any, name: str) -> None:
-    """Refuse a step in training that would drop values or whole layers."""
+def refuse_random_layers(model: nn.Module, decoder: nn.Module, config: Any, name: str) -> None:
+    """Refuse a step in training that would drop whole layers, parts of attention, or of what encoders see;
+    dropout of the decoder's own is drawn by token.
+    """
+    own = {id(module) for module in decoder.modules() if type(module) is nn.Dropout}
     for path, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p:
+        if id(module) in own or not isinstance(module, nn.modules.dropout._DropoutNd):
+            continue
+        if module.training and module.p:
             raise ValueError(
-                f"{name} trains with dropout {module.p} at {path!r}, and ranks that share a row would not "
-                "draw what one process draws; set it to 0 (LoRA: lora_dropout=0; else in the config, before "
-                "the model is built), or call .eval()"
+                f"{name} trains with {type(module).__name__.lower()} {module.p} at {path!r}, and ranks that "
+                "share a row would not draw what one process draws; set it to 0 in the config, before the "
+                "model is built, or call .eval()"
             )
     for key, value in _random_keys(config).items():
         if "attn" in key or "attention" in key or "layerdrop" in key:

@@ -41,6 +41,10 @@ class StepContext:
     """All ranks that share the row, ring × ulysses, in the layout's order."""
     gated_delta: str = "auto"
     """How gated-delta layers talk: by `states`, by `heads`, or `auto`, the cheaper of them."""
+    seed: int | None = None
+    """What the step's random numbers follow from, the same on every rank; None where nothing is random."""
+    token_keys: Tensor | None = field(default=None, compare=False, repr=False)
+    """`[T]`: what tells this rank's tokens from others when something is drawn for each."""
     mix: Callable[..., Tensor] = call
     """Calls a mixer, `mix(function, *args)`: a checkpoint that keeps what mixers give puts its own here, so
     that a layer that is computed again neither mixes nor talks again.

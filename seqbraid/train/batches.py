@@ -13,9 +13,6 @@ from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from .flops import Media, ModelFlops
 
-NOBODY: Mapping[str, Any] = {"input_ids": [0], "labels": [-100]}
-"""Fills a row that has no sample: every rank takes part in every exchange."""
-
 
 @dataclass(frozen=True)
 class StepBatches:
@@ -34,7 +31,7 @@ def make_batches(
     data: StepData, config: Any, mesh: Mesh, policy: str, flops: ModelFlops | None = None, stop: bool = False
 ) -> StepBatches:
     """Pack each row, and count over the ranks that have different samples."""
-    rows = [row or [NOBODY] for row in data.rows]
+    rows = [row or [nobody(config)] for row in data.rows]
     batches = [pack(row, config, mesh, policy=policy, check_media=True) for row in rows]
     own = [0, 0, 0, 0, int(stop)]
     if mesh.sequence_rank == 0:
@@ -48,6 +45,16 @@ def make_batches(
     found = gather_ints(mesh.cpu_group, own)
     tokens, labels, physical, work = (sum(rank[i] for rank in found) for i in range(4))
     return StepBatches(batches, tokens, labels, physical, work * 1e6, any(rank[4] for rank in found))
+
+
+def nobody(config: Any) -> Mapping[str, Any]:
+    """Fills a row that has no sample: every rank takes part in every exchange.
+
+    A token without a label touches no gradient, unless a family has none for it: the embedding of a pad
+    token is zero, so it is another one.
+    """
+    text = config.get_text_config()
+    return {"input_ids": [1 if getattr(text, "pad_token_id", None) == 0 else 0], "labels": [-100]}
 
 
 def _media(samples: Sequence[Mapping[str, Any]]) -> Media:

@@ -113,7 +113,7 @@ class LoraConfig:
     targets: list[str] | str = "all-linear"
     """Names of the linear layers that get one; `all-linear` means every one of the decoder."""
     dropout: float = 0.0
-    """Dropout before the adapters; other meshes then draw other masks."""
+    """Dropout before the adapters; every mesh draws the same."""
     rslora: bool = False
     """Divide the scale by the root of the rank."""
 

@@ -55,7 +55,7 @@ class LoraOptions:
     parts of the names of decoder layers (`q_proj`, `mlp.down_proj`), or `re:PATTERN`, searched for in the
     names of all linear layers, those of the towers too."""
     dropout: float = 0.0
-    """Dropout before the adapters; above 0 a step cannot be reproduced on another mesh."""
+    """Dropout before the adapters; every mesh draws the same, from the `seed` of a step."""
     rslora: bool = False
     """Divide the scale by the root of the rank instead."""
 

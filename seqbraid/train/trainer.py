@@ -130,12 +130,13 @@ class Trainer:
         config = self.config.train
         # Nothing random is remembered: each step starts from its own seed, so a resumed one draws the same.
         seed_everything(self.config.seed, self.step, self.mesh.rank)
+        seed = drawn_seed(self.config.seed, self.step)
         work = make_batches(
             data, self.model_config, self.mesh, self.config.data.policy, self.flops, self.stop
         )
         losses, correct = [], 0
         for batch in work.batches:
-            out = self.model(batch.to(self.device), label_tokens=work.label_tokens)
+            out = self.model(batch.to(self.device), work.label_tokens, seed)
             out.loss.backward()
             if isinstance(self.optimizer, MasterAdamW):
                 self.optimizer.gather_gradients()
@@ -297,9 +298,14 @@ def _shared(config: TrainConfig) -> dict[str, Any]:
     return {name: reduce(getattr, name.split("."), config) for name in keys() if name not in OF_A_MACHINE}
 
 
+def drawn_seed(*numbers: int) -> int:
+    """One seed from several numbers."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
 def seed_everything(*numbers: int) -> None:
     """Seed all generators from these numbers together."""
-    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    seed = drawn_seed(*numbers)
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -162,8 +162,9 @@ def with_lora_dropout() -> PreTrainedModel:
 
 
 RANDOM: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "module": (lambda: tiny_model("gpt2", resid_pdrop=0.1), "dropout 0.1 at 'transformer.h.0"),
-    "embedding": (lambda: tiny_model("gpt2", embd_pdrop=0.1), "dropout 0.1 at 'transformer.drop'"),
+    "module": (lambda: tiny_model("gpt2", resid_pdrop=0.1), "dropout 0.1 at 'h.0.*model.batch, seed="),
+    "embedding": (lambda: tiny_model("gpt2", embd_pdrop=0.1), "dropout 0.1 at 'drop'"),
+    "attention": (lambda: tiny_model("gpt2", attn_pdrop=0.1), "attn_pdrop=0.1"),
     "function": (
         lambda: build("seed_oss", residual_dropout=0.1, attention_dropout=0.0),
         "draws random numbers.*residual_dropout=0.1",
