@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqbraid as sb
 from seqbraid import Mesh
@@ -36,9 +38,25 @@ def model_without_gradient_at_zero() -> Any:
     return model
 
 
-def padded_verdict(mesh: dict[str, int], layout: dict[str, int]) -> Any:
+def gemma3n() -> Any:
+    """A family whose MLP takes the standard deviation of its channels, which has no gradient at zero."""
+    config = AutoConfig.for_model(
+        "gemma3n_text", vocab_size=97, vocab_size_per_layer_input=97, hidden_size=32,
+        intermediate_size=[48, 48], hidden_size_per_layer_input=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, laurel_rank=4, altup_num_inputs=2, num_kv_shared_layers=0, pad_token_id=0,
+        layer_types=["full_attention"] * 2, activation_sparsity_pattern=[0.95, 0.0],
+    )  # fmt: skip
+    vars(config)["final_logit_softcapping"] = None  # with it the family is refused
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+MODELS = {"made up": model_without_gradient_at_zero, "gemma3n": gemma3n}
+
+
+def padded_verdict(model: str, mesh: dict[str, int], layout: dict[str, int]) -> Any:
     samples = [{"input_ids": sample["input_ids"].clamp(min=1)} for sample in random_samples([9, 30, 4], 97)]
-    parity = check_parity(model_without_gradient_at_zero(), samples, Mesh(**mesh), **layout)
+    parity = check_parity(MODELS[model](), samples, Mesh(**mesh), **layout)
     return parity.holds, parity.worst
 
 
@@ -46,11 +64,9 @@ def padded_verdict(mesh: dict[str, int], layout: dict[str, int]) -> Any:
     ("mesh", "layout"),
     [({}, {"pad_to": 64}), ({"ring": 2}, {"multiple_of": 16}), ({"ulysses": 2}, {"pad_to": 128})],
 )
-def test_padding_touches_no_gradient(mesh: dict[str, int], layout: dict[str, int]) -> None:
-    size = 1
-    for axis in mesh.values():
-        size *= axis
-    for holds, worst in ranks.run(padded_verdict, size, mesh, layout):
+@pytest.mark.parametrize("model", MODELS)
+def test_padding_touches_no_gradient(model: str, mesh: dict[str, int], layout: dict[str, int]) -> None:
+    for holds, worst in ranks.run(padded_verdict, math.prod(mesh.values()), model, mesh, layout):
         assert holds, worst
 
 
