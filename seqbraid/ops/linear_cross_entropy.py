@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cross_entropy import cross_entropy_rows
+
 IGNORE = -100
 """The target of a token that has none."""
 
 CHUNK_BYTES = 64 << 20
-"""What the probabilities of one chunk may take, if that is more than a quarter of the weight's gradient."""
+"""What the logits of one chunk may take in any case, in float32."""
 
 
 class LossSums(NamedTuple):
@@ -34,10 +36,12 @@ def linear_cross_entropy(
     targets_T: Tensor,
     bias_V: Tensor | None = None,
     chunk_tokens: int | None = None,
+    weight_sums: torch.dtype | None = None,
 ) -> LossSums:
     """Sum of `cross_entropy(hidden @ weight.T + bias, target)` over tokens whose target is not −100.
 
-    The sum is in float32 (float64 for float64 inputs).
+    The sum is in float32 (float64 for float64 inputs), and so are those over chunks in the weight's gradient,
+    unless `weight_sums` is the weight's own type: that takes half the memory, and rounds once a chunk.
     """
     if hidden_TD.ndim != 2 or targets_T.shape != hidden_TD.shape[:1]:
         raise ValueError(
@@ -45,12 +49,19 @@ def linear_cross_entropy(
             f"{tuple(targets_T.shape)}"
         )
     if chunk_tokens is None:
-        # A chunk reads the weight and adds to its gradient. In chunks of few tokens that takes most of the
-        # time.
-        size_V, size_D = weight_VD.shape
-        chunk_tokens = max(16, size_D // 4, CHUNK_BYTES // (size_V * _sum_dtype(hidden_TD).itemsize))
-    loss, correct = _LinearCrossEntropy.apply(hidden_TD, weight_VD, bias_V, targets_T, chunk_tokens)  # type: ignore[no-untyped-call]
+        chunk_tokens = default_chunk(*weight_VD.shape)
+    loss, correct = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden_TD, weight_VD, bias_V, targets_T, chunk_tokens, weight_sums or _sum_dtype(hidden_TD)
+    )
     return LossSums(loss, correct)
+
+
+def default_chunk(size_V: int, size_D: int) -> int:
+    """Tokens of a chunk whose logits take as much memory as the weight.
+
+    A chunk reads the weight and adds to its gradient; in chunks of fewer tokens that takes much of the time.
+    """
+    return max(16, size_D, CHUNK_BYTES // (size_V * torch.float32.itemsize))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -62,40 +73,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_T: Tensor,
         chunk_tokens: int,
+        weight_sums: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
         acc = _sum_dtype(hidden_TD)
         rows_L = (targets_T != IGNORE).nonzero().squeeze(1)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dhidden_LD = hidden_TD.new_empty(len(rows_L), hidden_TD.shape[1]) if needs_hidden else None
-        dweight_VD = torch.zeros_like(weight_VD, dtype=acc) if needs_weight else None
+        dweight_VD = torch.zeros_like(weight_VD, dtype=weight_sums) if needs_weight else None
         dbias_V = torch.zeros_like(bias_V, dtype=acc) if needs_bias and bias_V is not None else None
         loss = hidden_TD.new_zeros((), dtype=acc)
         correct = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
         for begin in range(0, len(rows_L), chunk_tokens):
             rows_C = rows_L[begin : begin + chunk_tokens]
-            hidden_CD, targets_C1 = hidden_TD[rows_C], targets_T[rows_C, None]
-            # One buffer of [C, V] turns from logits to probabilities to the logits' gradient in place.
-            buffer_CV = F.linear(hidden_CD, weight_VD, bias_V).to(acc)
-            top_C, best_C = buffer_CV.max(1)
-            correct += (best_C == targets_C1[:, 0]).sum()
-            buffer_CV -= top_C[:, None]
-            picked_C = buffer_CV.gather(1, targets_C1)[:, 0]
-            total_C1 = buffer_CV.exp_().sum(1, keepdim=True)
-            loss += (total_C1.log()[:, 0] - picked_C).sum()
-            if not (needs_hidden or needs_weight or needs_bias):
+            hidden_CD = hidden_TD[rows_C]
+            logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
+            rows = cross_entropy_rows(
+                logits_CV, targets_T[rows_C], needs_hidden or needs_weight or needs_bias
+            )
+            del logits_CV
+            loss += rows.loss_C.sum()
+            correct += rows.correct_C.sum()
+            if rows.dlogits_CV is None:
                 continue
-            buffer_CV /= total_C1
-            buffer_CV.scatter_add_(1, targets_C1, buffer_CV.new_full(targets_C1.shape, -1.0))
             if dbias_V is not None:
-                dbias_V += buffer_CV.sum(0)
-            dlogits_CV = buffer_CV.to(hidden_TD.dtype)
+                dbias_V += rows.dlogits_CV.sum(0, dtype=acc)
             if dhidden_LD is not None:
-                torch.mm(dlogits_CV, weight_VD, out=dhidden_LD[begin : begin + len(rows_C)])
+                torch.mm(rows.dlogits_CV, weight_VD, out=dhidden_LD[begin : begin + len(rows_C)])
             if dweight_VD is not None:
-                if dweight_VD.dtype == dlogits_CV.dtype:
-                    dweight_VD.addmm_(dlogits_CV.T, hidden_CD)
-                else:  # float32 sums of 16-bit products
-                    dweight_VD += dlogits_CV.T @ hidden_CD
+                _add_product(dweight_VD, rows.dlogits_CV.T, hidden_CD)
         ctx.save_for_backward(rows_L, dhidden_LD, dweight_VD, dbias_V)
         ctx.num_tokens, ctx.weight_dtype = len(hidden_TD), weight_VD.dtype
         ctx.mark_non_differentiable(correct)
@@ -110,10 +115,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dhidden_TD = dhidden_LD.new_zeros(ctx.num_tokens, dhidden_LD.shape[1])
             dhidden_TD[rows_L] = dhidden_LD
         if dweight_VD is not None:
-            dweight_VD = dweight_VD.mul_(dloss).to(ctx.weight_dtype)
+            dweight_VD = _scaled(dweight_VD, dloss, ctx.weight_dtype)
         if dbias_V is not None:
-            dbias_V = dbias_V.mul_(dloss).to(ctx.weight_dtype)
-        return dhidden_TD, dweight_VD, dbias_V, None, None
+            dbias_V = _scaled(dbias_V, dloss, ctx.weight_dtype)
+        return dhidden_TD, dweight_VD, dbias_V, None, None, None
+
+
+def _add_product(total_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
+    """total += a @ b, summed in the type of the total."""
+    if total_VD.dtype == a_VC.dtype:
+        total_VD.addmm_(a_VC, b_CD)
+    elif total_VD.is_cuda:  # the product is added as it is summed up, in float32
+        torch.addmm(total_VD, a_VC, b_CD, out_dtype=total_VD.dtype, out=total_VD)
+    else:
+        total_VD += a_VC @ b_CD
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x · factor, in place where the type stays the same, else in one pass."""
+    return torch.mul(x, factor, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from ..mesh import Mesh
-from ..ops.linear_cross_entropy import CHUNK_BYTES
+from ..ops.linear_cross_entropy import default_chunk
 from ..parallelize.memory import MemoryOptions
 from ..parallelize.tiled_mlp import tileable
 from .activations import FLOAT32, layer_activations
@@ -198,10 +198,9 @@ def _loss_lines(body: Anatomy, memory: MemoryOptions, e: int, tokens: int) -> li
     """The gradients of head and hidden states are made in the forward, chunk by chunk."""
     weight: Any = body.head.weight
     vocabulary, hidden = (int(size) for size in weight.shape)
-    chunk = min(tokens, memory.loss_chunk or max(16, CHUNK_BYTES // (vocabulary * FLOAT32)))
+    chunk = min(tokens, memory.loss_chunk or default_chunk(vocabulary, hidden))
     gradients = tokens * hidden * e + (vocabulary * hidden * FLOAT32 if weight.requires_grad else 0)
-    buffer = chunk * vocabulary * (FLOAT32 + (e if e != FLOAT32 else 0))
     return [
         Line("loss", gradients, "count", "gradients of the head, in float32, and of hidden states"),
-        Line("logits", buffer, "count", f"{chunk:,} tokens × {vocabulary:,}"),
+        Line("logits", chunk * vocabulary * e, "count", f"{chunk:,} tokens × {vocabulary:,}"),
     ]

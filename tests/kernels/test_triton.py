@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from seqbraid.ops import gated_delta_triton, merge, merge_triton
+from seqbraid.ops import cross_entropy_triton, gated_delta_triton, merge, merge_triton
+from seqbraid.ops.cross_entropy import cross_entropy_rows
 from seqbraid.ops.gated_delta import GatedDeltaCall
 from tests.kernels.races import no_races
 from tests.plain import relative
@@ -68,6 +69,37 @@ def test_sums_over_blocks(
         # Plain maths is never given rows that saw no key at all; the kernels give them 0.
         assert close(got, wanted.nan_to_num(0.0), into_dtype or dtype), function
         assert close(got_lse, wanted_lse, torch.float32), function
+
+
+@pytest.mark.parametrize("num_columns", [1, 7, 4096, 4097, 9000])
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_loss_of_rows(num_columns: int, gradient: bool, dtype: torch.dtype) -> None:
+    """Targets in any block, logits far from 0, several largest ones, and some that are −inf."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(6, num_columns, generator=generator)
+    logits[1] += 300
+    targets = torch.randint(0, num_columns, (6,), generator=generator)
+    targets[0], targets[1] = num_columns - 1, 0
+    logits[2] = logits[2].round().clamp(-3, 2)
+    targets[2] = logits[2].argmax()
+    logits[3] = logits[3].round().clamp(-3, 2)
+    targets[3] = len(logits[3]) - 1 - logits[3].flip(0).argmax()  # not the first of the largest
+    logits[4, : num_columns // 2] = -torch.inf
+    targets[4] = num_columns - 1
+    targets[5] = logits[5].argmax()
+    logits = logits.to(dtype)
+    wanted = cross_entropy_rows(logits.double(), targets, gradient)
+    with no_races() as launched:
+        losses, correct, dlogits = cross_entropy_triton.cross_entropy_rows(logits.clone(), targets, gradient)
+    assert launched == ["_rows_kernel"]
+    torch.testing.assert_close(losses.double(), wanted.loss_C, rtol=1e-5, atol=1e-5)
+    assert torch.equal(correct, wanted.correct_C)
+    assert correct[5] and correct[2] and (num_columns < 4096 or not correct[3])
+    assert (dlogits is None) == (not gradient)
+    if gradient:
+        assert dlogits.dtype == dtype
+        assert (dlogits.double() - wanted.dlogits_CV).norm() <= ONE_DIGIT[dtype] * wanted.dlogits_CV.norm()
 
 
 def chunk_parts(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: list[int]) -> tuple[Tensor, ...]:

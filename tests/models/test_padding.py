@@ -42,8 +42,9 @@ def gemma3n() -> Any:
     """A family whose MLP takes the standard deviation of its channels, which has no gradient at zero."""
     config = AutoConfig.for_model(
         "gemma3n_text", vocab_size=97, vocab_size_per_layer_input=97, hidden_size=32,
-        intermediate_size=[48, 48], hidden_size_per_layer_input=8, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, laurel_rank=4, altup_num_inputs=2, num_kv_shared_layers=0, pad_token_id=0,
+        intermediate_size=[48, 48], hidden_size_per_layer_input=8, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, laurel_rank=4, altup_num_inputs=2,
+        num_kv_shared_layers=0, pad_token_id=0,
         layer_types=["full_attention"] * 2, activation_sparsity_pattern=[0.95, 0.0],
     )  # fmt: skip
     vars(config)["final_logit_softcapping"] = None  # with it the family is refused

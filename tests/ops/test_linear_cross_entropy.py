@@ -60,7 +60,7 @@ def test_bfloat16_sums_in_float32() -> None:
 
 @pytest.mark.parametrize(
     ("hidden_size", "chunk_bytes", "rows"),
-    [(400, 0, 100), (400, 100 * 7 * 4, 100), (400, 150 * 7 * 4, 150), (8, 0, 16), (8, 300 * 7 * 4, 200)],
+    [(100, 0, 100), (100, 100 * 7 * 4, 100), (100, 150 * 7 * 4, 150), (8, 0, 16), (8, 300 * 7 * 4, 200)],
 )
 def test_default_chunks_grow_with_the_hidden_size(
     monkeypatch: pytest.MonkeyPatch, hidden_size: int, chunk_bytes: int, rows: int
