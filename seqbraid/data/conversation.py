@@ -8,21 +8,25 @@ Accepted are three ways to write the same thing:
 - ShareGPT: `{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}`, with
   the same markers and lists.
 
+A key that is not read is refused by its name, unless it is to be ignored; null and empty values count as
+absent.
 Every refusal is a `ValueError` that says where in the record and what to change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import islice
 from typing import Any, Literal, get_args
 
+from .known_keys import known_keys, refuse_preferences
 from .parts import LIST_OF_KIND, Kind, Marker, MediaRef, listed_media, parse_content
 from .plain_json import check_plain, show
 from .tools import check_tool_calls, parse_tools
 
-__all__ = ["Conversation", "Kind", "MediaRef", "Role", "Turn", "parse_conversation"]
+__all__ = ["Conversation", "Kind", "MediaRef", "Role", "Turn", "check_ignored", "parse_conversation"]
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -51,22 +55,20 @@ STYLES = (
 EXTRA = ("tool_calls", "reasoning_content", "name", "tool_call_id")
 """Keys of a message that chat templates read beside role and content."""
 
-LOSS_KEYS = ("loss", "weight")
+LOSS_KEYS = ("loss", "train", "weight")
 """How a message says whether it is learnt; `weight` is OpenAI's name for it."""
 
 _Draft = tuple[str, Role, list[Any], Mapping[str, Any]]
 """Where a turn stands, its role, its parts (a marker may still be among them), and its message."""
 
-USED = (
-    "messages",
-    "conversations",
-    "query",
-    "response",
-    "history",
-    "system",
-    "tools",
+STYLE_KEYS = ("messages", "conversations", "response")
+RECORD_KEYS = (
+    *("messages", "conversations", "query", "response", "history", "system", "tools"),
     *LIST_OF_KIND.values(),
+    *LIST_OF_KIND,  # one item may be given as `image`
 )
+TURN_KEYS = (*EXTRA, *LOSS_KEYS, "loss_scale")
+"""Keys of a turn beside its speaker and what it says."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ class Conversation:
         return [item for turn in self.turns for item in turn.media]
 
 
-def parse_conversation(record: Any) -> Conversation:
-    """Check a record and bring it to one form.
+def parse_conversation(record: Any, ignored: Collection[str] = ()) -> Conversation:
+    """Check a record and bring it to one form; `ignored` are keys that may be there and are not read.
 
     >>> talk = parse_conversation(
     ...     {
@@ -116,13 +118,19 @@ def parse_conversation(record: Any) -> Conversation:
     """
     if not isinstance(record, Mapping):
         raise ValueError(f"a record is a JSON object, not {show(record)}; {STYLES}")
-    # Arrow tables fill the columns that a record does not have with null, so null is the same as absent.
-    record = {key: record[key] for key in USED if record.get(key) is not None}
-    listed = {kind: listed_media(record.get(name), kind, name) for kind, name in LIST_OF_KIND.items()}
-    check_plain(record)
+    refuse_preferences(record, ignored, "the record")
+    styled = {key: record[key] for key in STYLE_KEYS if record.get(key) is not None}
+    if not styled:
+        found = ", ".join(show(key)[:80] for key in islice(record, 5)) or "no key"
+        raise ValueError(f"{STYLES}; this one has none of them, but {found}")
+    said = known_keys(record, RECORD_KEYS, ignored, "the record")
+    if not said.keys() & styled.keys():  # what is empty is then what is wrong with it
+        said |= styled
+    listed = {kind: _listed(said, kind) for kind in get_args(Kind)}
+    check_plain(said)
     kinds_listed = frozenset(kind for kind, refs in listed.items() if refs)
     turns: list[_Draft] = []
-    for where, role, message in _messages(record):
+    for where, role, message in _messages(said, ignored):
         parts = parse_content(
             message.get("content"), kinds_listed, f"{where}.content", bool(message.get("tool_calls"))
         )
@@ -130,30 +138,50 @@ def parse_conversation(record: Any) -> Conversation:
     _place_listed(turns, listed)
     checked = tuple(_turn(*turn) for turn in turns)
     _check_order(checked)
-    return Conversation(checked, parse_tools(record.get("tools")))
+    return Conversation(checked, parse_tools(said.get("tools")))
 
 
-def _messages(record: Mapping[str, Any]) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
+def check_ignored(keys: Iterable[str]) -> frozenset[str]:
+    """The keys that are to be ignored, none of which may be one that is read."""
+    found = frozenset([keys] if isinstance(keys, str) else keys)
+    if read := sorted(found & {*RECORD_KEYS, *TURN_KEYS, "role", "content", "from", "value"}):
+        raise ValueError(f"data.ignore_keys has {', '.join(read)}, which is read; take it out of the list")
+    return found
+
+
+def _listed(record: Mapping[str, Any], kind: Kind) -> list[MediaRef]:
+    """The media that stand beside the turns, several under `images` or one under `image`."""
+    names = [name for name in (LIST_OF_KIND[kind], kind) if name in record]
+    if len(names) > 1:
+        raise ValueError(f"the record has both `{names[0]}` and `{names[1]}`; keep one")
+    return listed_media(record[names[0]], kind, names[0]) if names else []
+
+
+def _messages(
+    record: Mapping[str, Any], ignored: Collection[str]
+) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
     """Where, role and message (with `content`) of each turn, whatever the style."""
-    styles = [key for key in ("messages", "conversations") if key in record]
-    if not styles and "response" in record:
-        styles = ["response"]
-    if len(styles) != 1:
-        found = " and ".join(f"`{style}`" for style in styles) or "none of them"
-        raise ValueError(f"{STYLES}; this one has {found}")
+    styles = [key for key in ("messages", "conversations", "response") if key in record]
+    also = [key for key in ("query", "history") if key in record and styles != ["response"]]
+    if len(styles) != 1 or also:
+        raise ValueError(f"{STYLES}; this one has {' and '.join(f'`{key}`' for key in styles + also)}")
     style = styles[0]
-    turns = list(_query_response(record) if style == "response" else _listed_turns(record[style], style))
+    if style == "response":
+        turns = list(_query_response(record))
+    else:
+        turns = list(_listed_turns(record[style], style, ignored))
     if "system" in record:
         if not isinstance(record["system"], str):
             raise ValueError(f"system is a string, not {show(record['system'])}")
         if any(role == "system" for _, role, _ in turns):
             raise ValueError("the record has both `system` and a system turn; keep one of them")
-        if record["system"]:
-            yield "system", "system", {"content": record["system"]}
+        yield "system", "system", {"content": record["system"]}
     yield from turns
 
 
-def _listed_turns(messages: Any, style: str) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
+def _listed_turns(
+    messages: Any, style: str, ignored: Collection[str]
+) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
     """The turns of `messages` or `conversations`."""
     who, what, roles = (
         ("role", "content", OPENAI_ROLES) if style == "messages" else ("from", "value", SHAREGPT_ROLES)
@@ -169,11 +197,10 @@ def _listed_turns(messages: Any, style: str) -> Iterator[tuple[str, Role, Mappin
             near = get_close_matches(role.lower(), roles, 1) if isinstance(role, str) else []
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{where}.{who} is {show(role)}; valid are {', '.join(roles)}{hint}")
-        if style == "conversations":
-            if not isinstance(message.get("value"), str):
-                raise ValueError(f"{where}.value is a string, not {show(message.get('value'))}")
-            message = {**message, "content": message["value"]}
-        yield where, roles[role], message
+        if style == "conversations" and not isinstance(message.get("value"), str):
+            raise ValueError(f"{where}.value is a string, not {show(message.get('value'))}")
+        turn = known_keys(message, (who, what, *TURN_KEYS), ignored, where)
+        yield where, roles[role], {**turn, "content": message.get(what)}
 
 
 def _query_response(record: Mapping[str, Any]) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
@@ -225,7 +252,7 @@ def _place_listed(turns: Sequence[_Draft], listed: Mapping[Kind, list[MediaRef]]
 
 
 def _turn(where: str, role: Role, parts: Sequence[str | MediaRef], message: Mapping[str, Any]) -> Turn:
-    extra = {key: message[key] for key in EXTRA if message.get(key) is not None}
+    extra = {key: message[key] for key in EXTRA if key in message}
     for key in EXTRA[1:]:
         if not isinstance(extra.get(key, ""), str):
             raise ValueError(f"{where}.{key} is a string, not {show(extra[key])}")
@@ -246,7 +273,7 @@ def _loss(message: Mapping[str, Any], role: Role, where: str) -> bool:
         raise ValueError(f'{where}.loss_scale is not supported; use "loss": true or false')
     given = [key for key in LOSS_KEYS if message.get(key) is not None]
     if len(given) > 1:
-        raise ValueError(f"{where} has both `loss` and `weight`; keep `loss`")
+        raise ValueError(f"{where} has both `{given[0]}` and `{given[1]}`; keep one")
     if not given:
         return role == "assistant"
     key = given[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ..models.media import media_cost
 from ..models.media_tokens import Ints, audio_tokens, media_config, num_media_tokens
 from .chat import ChatTemplate
 from .chat_spans import Span
-from .conversation import Conversation, parse_conversation
+from .conversation import Conversation, check_ignored, parse_conversation
 from .frames import Grid
 from .media_files import MediaFiles
 from .media_items import ClipItem, MediaItems, MediaOptions, MediaReader, VideoItem
@@ -38,6 +38,7 @@ class SampleEncoder:
         config: the model's config.
         media: where the images, videos and sounds lie.
         template_options: handed to the chat template, such as `enable_thinking`.
+        ignore_keys: keys of a record or of a turn that may be there and are not read, such as ids.
         options: fields of `MediaOptions`.
     """
 
@@ -48,6 +49,7 @@ class SampleEncoder:
         media: MediaFiles,
         *,
         template_options: Mapping[str, Any] | None = None,
+        ignore_keys: Iterable[str] = (),
         **options: Any,
     ) -> None:
         self.processor, self.config = processor, config
@@ -56,6 +58,7 @@ class SampleEncoder:
         self.chat = ChatTemplate(processor, template_options)
         self.placeholders = Placeholders(processor)
         self.media_ids = self._checked_ids()
+        self.ignored_keys = check_ignored(ignore_keys)
         self.media = MediaReader(processor, self.family, media, _media_options(options))
 
     def length(self, record: Any) -> int:
@@ -64,7 +67,7 @@ class SampleEncoder:
 
     def measure(self, record: Any) -> tuple[int, list[float]]:
         """The length, and what encoding each of its images, videos and clips costs, in `pack`'s order."""
-        conversation = parse_conversation(record)
+        conversation = parse_conversation(record, self.ignored_keys)
         items = self.media.measure(conversation.media)
         length = len(self._text(conversation, items).ids_T)
         return length, [media_cost(size, self.config) for size in self.media.sizes(items)]
@@ -74,7 +77,7 @@ class SampleEncoder:
 
         With the ranks that encode its images, videos and clips, only those of `rank` are decoded.
         """
-        conversation = parse_conversation(record)
+        conversation = parse_conversation(record, self.ignored_keys)
         items = self.media.measure(conversation.media)
         text = self._text(conversation, items)
         sample = {"input_ids": torch.from_numpy(text.ids_T), "labels": torch.from_numpy(text.labels_T)}

@@ -36,6 +36,9 @@ class DataConfig:
     """The same, held out; evaluated every `train.eval_every` steps."""
     media_root: str = "."
     """The folder that media paths are relative to; nothing outside of it is read."""
+    ignore_keys: list[str] = field(default_factory=list)
+    """Keys of records and turns that may be there and are not read, such as ids and metadata; any other key
+    that is not known is refused."""
     allow_urls: bool = False
     """Fetch media named by http(s) URLs."""
     row_tokens: int = 8192

@@ -49,6 +49,7 @@ class Encoding:
             self.config,
             MediaFiles(Path(data.media_root), allow_urls=data.allow_urls),
             use_audio_in_video=data.use_audio_in_video,
+            ignore_keys=data.ignore_keys,
             **{name: value for name, value in asked.items() if value is not None},
         )
 

@@ -262,7 +262,11 @@ def _wrong_turns() -> Iterator[Case]:
         "loss is two": ([QUESTION, {**ANSWER, "loss": 2}], "true or false"),
         "loss and weight": ([QUESTION, {**ANSWER, "loss": True, "weight": 1}], "both `loss` and `weight`"),
         "loss scale": ([QUESTION, {**ANSWER, "loss_scale": 0.5}], "loss_scale is not supported"),
-        "user calls a tool": ([{**QUESTION, "tool_calls": []}, ANSWER], "only the assistant calls"),
+        "user calls a tool": ([{**QUESTION, "tool_calls": [{}]}, ANSWER], "only the assistant calls"),
+        "loss and train": ([QUESTION, {**ANSWER, "loss": 1, "train": True}], "both `loss` and `train`"),
+        "train false": ([QUESTION, {**ANSWER, "train": False}], "nothing to learn"),
+        "turn's unknown key": ([QUESTION, {**ANSWER, "los": False}], "'los'.*did you mean 'loss'"),
+        "turn is rejected": ([QUESTION, {**ANSWER, "rejected": True}], "unknown key 'rejected'"),
         "call without name": ([QUESTION, {**ANSWER, "tool_calls": [{"function": {}}]}], "tool_calls"),
         "call with wrong arguments": (
             [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
@@ -271,6 +275,23 @@ def _wrong_turns() -> Iterator[Case]:
     }
     for name, (messages, expect) in orders.items():
         yield Case(_line({"messages": messages}), expect, f"turns: {name}")
+    for key, value in {
+        "rejected_response": "y", "rejected": [ANSWER], "chosen": "y", "label": False,
+        "rejected_images": ["a"],
+    }.items():  # fmt: skip
+        yield Case(_line({**_talk("?"), key: value}), f"'{key}', so it is preference", f"preference {key}")
+        if key != "label":
+            yield Case(_line({"prompt": "?", key: value}), "preference data", f"{key} alone")
+    yield Case(_line({**_talk("?"), "imagse": ["a"]}), "'imagse'.*did you mean 'image", "unknown key imagse")
+    yield Case(_line({**_talk("?"), "id": 0}), "'id'.*known are messages.*ignore_keys", "unknown key id")
+    yield Case(_line({**_talk("?"), "x" * 10**6: 0}), "unknown key 'xxx", "unknown key of a million letters")
+    yield Case(_line({**_talk("?"), "response": "y"}), "`messages` and `response`", "messages and response")
+    yield Case(
+        _line({**_talk("?"), "history": [["a", "b"]]}), "`messages` and `history`", "messages and history"
+    )
+    yield Case(
+        _line({**_talk("?"), "image": "a", "images": ["a"]}), "both `images` and `image`", "image twice"
+    )
     both = {**_talk("?"), "conversations": [{"from": "human", "value": "x"}]}
     yield Case(_line(both), "`messages` and `conversations`", "both styles")
     yield Case(

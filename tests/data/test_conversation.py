@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.data.conversation import Conversation, MediaRef, Turn, parse_conversation
+from seqbraid.data.conversation import Conversation, MediaRef, Turn, check_ignored, parse_conversation
 
 USER = {"role": "user", "content": "Which?"}
 ANSWER = {"role": "assistant", "content": "This."}
@@ -44,7 +44,14 @@ def test_the_three_styles_say_the_same() -> None:
             "system": "Be kind.",
             **media,
         },
-        {"system": "Be kind.", "query": marked, "response": "This.", **media, "id": 7, "meta": {"x": None}},
+        {
+            "system": "Be kind.",
+            "query": marked,
+            "response": "This.",
+            **media,
+            "id": None,
+            "meta": {"x": None},
+        },
     ]
     for record in records:
         assert parse_conversation(record) == wanted, record
@@ -90,8 +97,36 @@ def test_only_the_assistant_turns_not_excluded_are_learnt() -> None:
         False,
         True,
     ]
-    turns = [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]
-    assert [turn.loss for turn in parse_conversation({"messages": turns}).turns] == [False] * 3 + [True]
+    for key in ("weight", "train"):
+        turns = [USER, {**ANSWER, key: 0}, USER, {**ANSWER, key: 1}]
+        assert [turn.loss for turn in parse_conversation({"messages": turns}).turns] == [False] * 3 + [True]
+
+
+def test_one_image_is_seen_and_keys_that_say_nothing_are_absent() -> None:
+    talk = parse_conversation({"messages": [USER, ANSWER]})
+    seen = parse_conversation(
+        {"messages": [{"role": "user", "content": "<image>?"}, ANSWER], "image": "a.png"}
+    )
+    assert seen.media == [MediaRef("image", "a.png")]
+    spoken = {"from": "gpt", "value": "This.", "train": None}
+    for empty in (None, "", [], {}, {"path": None, "bytes": None}):
+        keys = ("image", "images", "rejected_response", "chosen", "label", "id", "tools", "history", "query")
+        turns = [USER, {**ANSWER, "loss": empty, "tool_calls": empty, "refusal": empty, "audio": empty}]
+        assert parse_conversation({"messages": turns, **dict.fromkeys(keys, empty)}) == talk
+    said = {"conversations": [{"from": "human", "value": "Which?"}, spoken], "messages": [], "response": ""}
+    assert parse_conversation(said) == talk
+
+
+def test_keys_that_are_to_be_ignored_are_and_no_others() -> None:
+    turns = [USER, {**ANSWER, "id": 1}]
+    record = {"messages": turns, "id": b"x", "label": False, "rejected": "No."}
+    ignored = check_ignored(["id", "label", "rejected"])
+    assert parse_conversation(record, ignored) == parse_conversation({"messages": [USER, ANSWER]})
+    for key in sorted(ignored):
+        with pytest.raises(ValueError, match=key):
+            parse_conversation(record, ignored - {key})
+    with pytest.raises(ValueError, match="ignore_keys has loss, which is read"):
+        check_ignored(["id", "loss"])
 
 
 def test_what_templates_read_is_kept() -> None:

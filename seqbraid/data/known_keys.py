@@ -1,0 +1,56 @@
+"""Which keys of a record and of its turns are read; any other that says something is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from .plain_json import show
+
+RATED = ("chosen", "rejected")
+"""How keys of preference data begin: `rejected_response`, `chosen`, `rejected_messages`, …"""
+LABEL = "label"
+"""Says of a record in KTO's form whether it is a good one."""
+
+
+def is_absent(value: Any) -> bool:
+    """Whether a value says nothing: Arrow tables fill in null, writers of JSON lines `""`, `[]` or `{}`."""
+    if isinstance(value, Mapping):
+        return all(inner is None for inner in value.values())
+    return value is None or (isinstance(value, str | list | tuple) and not value)
+
+
+def known_keys(
+    item: Mapping[Any, Any], known: Collection[str], ignored: Collection[str], where: str
+) -> dict[str, Any]:
+    """What an object says under the keys that are read; `where` names it in the refusal of any other."""
+    found = {}
+    for key, value in item.items():
+        if key in known:
+            if not is_absent(value):
+                found[key] = value
+        elif key not in ignored and not is_absent(value):
+            raise ValueError(_unknown(key, value, known, where))
+    return found
+
+
+def refuse_preferences(item: Mapping[Any, Any], ignored: Collection[str], where: str) -> None:
+    """Refuse answers that are not to be learnt as they stand."""
+    for key, value in item.items():
+        rates = isinstance(key, str) and (key == LABEL or key.startswith(RATED))
+        if rates and key not in ignored and not is_absent(value):
+            raise ValueError(
+                f"{where} has the key {key[:60]!r}, so it is preference data (DPO, KTO); supervised training "
+                "would learn a rejected answer like any other: give it the good answers alone, or, if the "
+                "others may be learnt too, name the key in data.ignore_keys"
+            )
+
+
+def _unknown(key: Any, value: Any, known: Collection[str], where: str) -> str:
+    near = get_close_matches(key, known, 1) if isinstance(key, str) else []
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return (
+        f"{where} has the unknown key {show(key)[:80]}, which is {show(value)}{hint}; known are "
+        f"{', '.join(known)}; ids and metadata that need not be read are named in data.ignore_keys"
+    )
