@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from ..parallelize.memory import MemoryOptions
+from .checkpoint.choose import check_resume
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class StepConfig:
     beta2: float = 0.999
     """Decay of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment; above 0."""
     clip_norm: float | None = 1.0
     """Largest norm of the whole gradient; none when null."""
     eval_every: int | None = None
@@ -170,9 +171,10 @@ class TrainConfig:
     """Parts that are not trained: vision, merger, audio, language_model, embeddings, head, `re:PATTERN`."""
     seed: int = 0
     """Decides the order of samples and everything else that is random."""
-    resume: Literal["auto", "never", "must"] = "auto"
-    """Go on from the last checkpoint in `out` if there is one; refuse a folder that has one; refuse one that
-    has none."""
+    resume: str = "auto"
+    """`auto`: go on from the last checkpoint in `out` if there is one; `must`: refuse if there is none;
+    `never`: refuse if there is one; `step:N`: go back to that of a step; `latest-intact`: pass over damaged
+    ones, where all else stops."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """The device mesh."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -193,6 +195,7 @@ class TrainConfig:
         for name, value in (("model", self.model), ("out", self.out), ("data.train", self.data.train)):
             if not value:
                 raise ValueError(f"{name} is empty; give it in the config or as --{name}=…")
+        check_resume(self.resume)
         steps, data = self.train, self.data
         if (steps.steps is None) == (steps.epochs is None):
             raise ValueError(
@@ -220,9 +223,13 @@ class TrainConfig:
                 raise ValueError(f"train.{name}={share} must be between 0 and 1")
         if not (0 <= steps.beta1 < 1 and 0 <= steps.beta2 < 1):
             raise ValueError(f"train.beta1={steps.beta1}, beta2={steps.beta2} must be at least 0 and below 1")
-        for name, number in (("lr", steps.lr), ("warmup", steps.warmup), ("eps", steps.eps)):
+        for name, number in (("lr", steps.lr), ("warmup", steps.warmup)):
             if not 0 <= number < float("inf"):
                 raise ValueError(f"train.{name}={number} must be a finite number of at least 0")
+        if not 1.2e-38 <= steps.eps < float("inf"):  # 0 over 0 where a gradient is 0; float32 ends there
+            raise ValueError(
+                f"train.eps={steps.eps} must be a finite number of at least 1.2e-38; 1e-8 is usual"
+            )
         if steps.warmup >= 1 and steps.epochs is not None:
             raise ValueError(
                 f"train.warmup={steps.warmup} is a number of steps, but a run of train.epochs={steps.epochs} "

@@ -1,4 +1,8 @@
-"""`log.jsonl` of a run, and the other places its metrics go to."""
+"""`log.jsonl` of a run, and the other places its metrics go to.
+
+The log is only ever appended to. What a killed run logged past its last checkpoint stays in it: an event
+(`resumed`, `started over`) says that the run went back, and `current_records` leaves that out.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from .progress import StepProgress
 from .trackers import TRACKERS, Tracker
 
 LOG_FILE = "log.jsonl"
+RESUMED, STARTED_OVER = BACK = ("resumed", "started over")
+"""Events: the run goes on after the step of this record, whatever was logged of later ones."""
 
 
 def open_sinks(
@@ -33,8 +39,7 @@ def open_sinks(
         folder: the run's.
         names: of `tensorboard`, `wandb`, `mlflow`, `trackio`; one, several (also with commas), or none.
         config: shown beside the metrics where a sink can.
-        resume_step: the first step that will be logged now, 1 for a new run; what a killed run logged from it
-            on is removed.
+        resume_step: the first step that will be logged now, 1 for a new run.
         console: where progress is shown; standard error when left out.
         total_steps: of the whole run, where it is known.
         every: steps between lines of progress where there is no terminal.
@@ -45,8 +50,8 @@ def open_sinks(
     if unknown:
         raise ValueError(f"unknown sink {unknown[0]!r}; use any of {', '.join(TRACKERS)}, or none")
     folder.mkdir(parents=True, exist_ok=True)
-    rewind(folder / LOG_FILE, resume_step)
     sinks = Sinks(folder / LOG_FILE, StepProgress(resume_step, total_steps, every, console))
+    sinks.go_on(resume_step - 1)
     try:
         for name in names:
             sinks.add(name, folder, config or {}, resume_step)
@@ -81,6 +86,16 @@ class Sinks:
             self._say(f"there will be no TensorBoard files, its package is missing: {install}")
         except Exception as error:
             self._gave_up(name, error)
+
+    def go_on(self, step: int) -> None:
+        """Say in a log that has something already that the run goes on after this step."""
+        if self.file is None or not self.file.tell():
+            return
+        with Path(self.file.name).open("rb") as written:
+            written.seek(-1, os.SEEK_END)
+            if written.read(1) != b"\n":  # of a process that was killed in the middle of a line
+                self.file.write("\n")
+        self.event(RESUMED if step else STARTED_OVER, step=step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Metrics of a step, to every sink."""
@@ -153,27 +168,14 @@ SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Floats that JSON does not have, as the log has them."""
 
 
-def rewind(path: Path, step: int) -> None:
-    """Leave the records of earlier steps only, in one move: a kill leaves the old log or the new one."""
-    if not path.exists():
-        return
-    kept = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, kept.open("wb") as new:
-        for line in old:
-            if _step_of(line) < step:
-                new.write(line.rstrip(b"\n") + b"\n")  # the end of a line may be missing too
-        new.flush()
-        os.fsync(new.fileno())
-    kept.replace(path)
-
-
-def _step_of(line: bytes) -> float:
-    """A line's step; infinite where it has none, as a half-written one."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError):
-        return math.inf
-    return step if isinstance(step, int) else math.inf
+def current_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a log, but for those of steps that the run went back on and did again."""
+    kept: list[dict[str, Any]] = []
+    for record in read_log(path):
+        if record.get("event") in BACK:
+            kept = [r for r in kept if r.get("step", 0) <= record["step"]]
+        kept.append(record)
+    return kept
 
 
 def _valid(record: Mapping[str, Any]) -> dict[str, Any]:

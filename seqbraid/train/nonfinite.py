@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from ..models.batch import PackedBatch
 from ..models.braided import BraidedModel
@@ -17,6 +18,26 @@ from .optimizer import local
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient of a step is infinite or not a number."""
+
+
+def first_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """The first trained parameter, or entry of the optimizer, that is not finite on this rank; empty if none.
+
+    One number leaves the device, whatever the size of the model.
+    """
+    named = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            named[name] = local(parameter.detach())
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    named[f"{name}, {entry} of the optimizer"] = local(value)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for x in named.values():
+        by_device.setdefault(x.device, []).append(x.isfinite().all())
+    if all(bool(torch.stack(found).all()) for found in by_device.values()):
+        return ""
+    return next(name for name, x in named.items() if not x.isfinite().all())
 
 
 def write_step(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..data.loader import StepData
-from ..data.together import check_alike, raised_by_all
+from ..data.together import check_alike, gather_objects, raised_by_all
 from ..mesh import Mesh
 from .batches import StepBatches, make_batches
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
@@ -25,7 +25,7 @@ from .flops import ModelFlops, peak_flops
 from .log import Sinks, open_sinks
 from .lora import save_adapter
 from .metrics import StepMeter
-from .nonfinite import NonFiniteError, write_step
+from .nonfinite import NonFiniteError, first_not_finite, write_step
 from .optimizer import (
     MasterAdamW,
     clip_gradients,
@@ -102,9 +102,6 @@ class Trainer:
     def run(self) -> None:
         """Train to the end, or until a signal asks to stop; the last step is always saved."""
         with self._sinks() as self.sinks, stop_on_sigterm(self):
-            if self.saved >= 0:
-                with raised_by_all(self.mesh.cpu_group):
-                    self.sinks.event("resumed", step=self.step)
             self.meter.start()
             try:
                 while not self._done():
@@ -207,6 +204,14 @@ class Trainer:
         return done
 
     def _save(self) -> None:
+        found = first_not_finite(self.model, self.optimizer)
+        names = [name for name in gather_objects(self.mesh.cpu_group, found) if name]
+        if names:
+            raise NonFiniteError(
+                f"after step {self.step} {names[0]} is not finite, so that no checkpoint of it is written; a "
+                f"lower train.lr (now {self.config.train.lr}) or a longer train.warmup may help. Checkpoints "
+                "of earlier steps are untouched"
+            )
         state = {
             "step": self.step,
             "best": self.best,
@@ -234,11 +239,7 @@ class Trainer:
                         self.best = self.best_before
 
     def _last(self) -> Path | None:
-        last = self.checkpoints.last()
-        if last is not None and self.config.resume == "never":
-            raise ValueError(f"out={self.config.out!r} has a checkpoint ({last.name}) and resume is 'never'")
-        if last is None and self.config.resume == "must":
-            raise ValueError(f"out={self.config.out!r} has no checkpoint and resume is 'must'")
+        last = self.checkpoints.last(self.config.resume)
         if last is not None:
             before, now = self.checkpoints.state(last)["config"], as_dict(self.config)
             for name in UNCHANGED:
@@ -252,6 +253,7 @@ class Trainer:
     def _resume(self, path: Path) -> None:
         state = self.checkpoints.load(path, self.model, self.optimizer)
         self.loader.load_state_dict(state["loader"])
+        self.checkpoints.set_back(path, self.config.resume)
         self.step, self.best = state["step"], state["best"]
         # Of the run as it is now: its number of steps or epochs may have changed.
         self.progress = self._progress(self.step)

@@ -259,7 +259,8 @@ def test_a_damaged_checkpoint_is_refused_with_the_name_of_the_file(tmp_path: Pat
         (path / name).write_bytes(original[:-1])
         with pytest.raises(ValueError, match=name):
             checkpoints.load(path, model, optimizer)
-        assert checkpoints.last() is None
+        with pytest.raises(ValueError, match=name):
+            checkpoints.last()
         (path / name).unlink()
         with pytest.raises(ValueError, match=name):
             checkpoints.load(path, model, optimizer)
@@ -367,10 +368,14 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert published(tmp_path) == [25, 50]
     files.retain(tmp_path, 1, protected=[])
     assert published(tmp_path) == [50]
-    # A torn or missing pointer: the one published last.
+    # Without a pointer the one published last; what a torn one would have named is not guessed.
     for torn in (b"step-000", b"", b"../step-00000050", b"step-00000099", b"\xff"):
         (tmp_path / "last").write_bytes(torn)
-        assert checkpoints.last() == tmp_path / "step-00000050"
+        with pytest.raises(ValueError, match="last names"):
+            checkpoints.last()
+        assert checkpoints.last("latest-intact") == tmp_path / "step-00000050"
+    (tmp_path / "last").unlink()
+    assert checkpoints.last() == tmp_path / "step-00000050"
     (tmp_path / "mine.tmp").mkdir()
     (tmp_path / "step-00000060.tmp").mkdir()
     assert checkpoints.last() is not None and (tmp_path / "mine.tmp").exists()

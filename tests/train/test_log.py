@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from seqbraid.train.log import LOG_FILE, Sinks, open_sinks, read_log
+from seqbraid.train.log import LOG_FILE, Sinks, current_records, open_sinks, read_log
 from seqbraid.train.metrics import StepMeter, peak_memory
 
 
@@ -51,21 +51,26 @@ def test_every_bit_of_a_float_is_read_back(tmp_path: Path) -> None:
     assert abs(found[-1]["time"] - time.time()) < 60
 
 
-def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_and_what_it_does_again_counts(tmp_path: Path) -> None:
     sinks = open_sinks(tmp_path, [], console=quiet())
-    for step in range(6):
+    for step in range(1, 6):
         sinks.log(step, {"loss": float(step)})
         sinks.event("checkpoint", path=f"step-{step}")
     sinks.close()
     with (tmp_path / LOG_FILE).open("a") as file:
         file.write('{"step": 2, "loss": 0.12')  # killed in the middle of a line
-    again = open_sinks(tmp_path, [], resume_step=3, console=quiet())
-    again.event("resume", step=3)
-    again.log(3, {"loss": 30.0})
+    before = (tmp_path / LOG_FILE).read_bytes()
+    again = open_sinks(tmp_path, [], resume_step=4, console=quiet())
+    again.log(4, {"loss": 40.0})
     again.close()
-    found = [(r["step"], r.get("loss", r.get("event"))) for r in records(tmp_path)]
-    before = [(step, what) for step in range(3) for what in (float(step), "checkpoint")]
-    assert found == [*before, (3, "resume"), (3, 30.0)]
+    assert (tmp_path / LOG_FILE).read_bytes().startswith(before + b"\n"), "nothing is taken back"
+    found = [(r["step"], r.get("loss", r.get("event"))) for r in current_records(tmp_path / LOG_FILE)]
+    kept = [(step, what) for step in range(1, 4) for what in (float(step), "checkpoint")]
+    assert found == [*kept, (3, "resumed"), (4, 40.0)]
+    assert len(records(tmp_path)) == 10 + 2
+    open_sinks(tmp_path, [], resume_step=1, console=quiet()).close()
+    (only,) = current_records(tmp_path / LOG_FILE)
+    assert (only["step"], only["event"]) == (0, "started over") and len(records(tmp_path)) == 13
     assert [path.name for path in tmp_path.iterdir()] == [LOG_FILE]
 
 
@@ -74,7 +79,7 @@ def test_a_last_line_without_its_end_stays_a_line(tmp_path: Path) -> None:
     sinks = open_sinks(tmp_path, [], resume_step=3, console=quiet())
     sinks.log(3, {"loss": 3.0})
     sinks.close()
-    assert [record["loss"] for record in records(tmp_path)] == [1.0, 2.0, 3.0]
+    assert [record["loss"] for record in records(tmp_path) if "loss" in record] == [1.0, 2.0, 3.0]
 
 
 def test_tensorboard_reads_what_was_logged_and_not_what_was_lost(tmp_path: Path) -> None:

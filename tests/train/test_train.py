@@ -24,6 +24,7 @@ from seqbraid.train.config import (
     StepConfig,
     TrainConfig,
 )
+from seqbraid.train.log import current_records
 from seqbraid.train.nonfinite import NonFiniteError
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
@@ -70,9 +71,8 @@ def train(config: TrainConfig) -> None:
 
 
 def logged(out: Path | str) -> list[dict[str, Any]]:
-    """The steps of a run's log."""
-    lines = (Path(out) / "log.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
+    """The steps of a run, as its log has them in the end."""
+    return [record for record in current_records(Path(out) / "log.jsonl") if "loss" in record]
 
 
 def losses(out: Path | str) -> list[float]:

@@ -28,6 +28,7 @@ from seqbraid.train.config import (
     StepConfig,
     TrainConfig,
 )
+from seqbraid.train.log import current_records, read_log
 from seqbraid.train.nonfinite import NonFiniteError
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
@@ -124,8 +125,7 @@ def train_with(config: TrainConfig, after: Callable[[Trainer], None]) -> None:
 
 
 def logged(config: TrainConfig, key: str) -> list[float]:
-    lines = (Path(config.out) / "log.jsonl").read_text().splitlines()
-    return [record[key] for record in map(json.loads, lines) if key in record]
+    return [record[key] for record in current_records(Path(config.out) / "log.jsonl") if key in record]
 
 
 def saved(config: TrainConfig) -> dict[str, bytes]:
@@ -271,6 +271,31 @@ def test_bad_samples_are_listed_once_whatever_happens(folder: Path, tmp_path: Pa
             assert [json.loads(line)["where"] for line in lines] == ["bad.jsonl:2", "bad.jsonl:4"]
 
 
+def test_a_run_goes_back_to_a_step_and_past_a_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
+    whole = config(folder, tmp_path / "run", mesh=RING, checkpoint=CheckpointConfig(every=1, keep=9))
+    run(train, 2, whole)
+    wanted, log = everything(whole), (tmp_path / "run/log.jsonl").read_bytes()
+    newest = tmp_path / "run/checkpoints/step-00000004/rank-00001.safetensors"
+    saved_bytes = newest.read_bytes()
+    newest.write_bytes(saved_bytes[:-1] + bytes([saved_bytes[-1] ^ 1]))
+    for error in errors(train, 2, whole):
+        assert "the checksum of" in error.message and "resume=latest-intact" in error.message
+    for path in (tmp_path / "run/checkpoints").glob("step-*"):
+        (path / "rank-00001.safetensors").rename(path / "lost")
+    for error in errors(train, 2, whole):  # not one is whole: nothing begins anew
+        assert "rank-00001.safetensors is missing" in error.message, error
+    assert (tmp_path / "run/log.jsonl").read_bytes() == log
+    for path in (tmp_path / "run/checkpoints").glob("step-*"):
+        (path / "lost").rename(path / "rank-00001.safetensors")
+    run(train, 2, replace(whole, resume="latest-intact"))
+    assert everything(whole) == wanted
+    run(train, 2, replace(whole, resume="step:2"))
+    assert everything(whole) == wanted
+    assert (tmp_path / "run/log.jsonl").read_bytes().startswith(log)
+    back = [r["step"] for r in read_log(tmp_path / "run/log.jsonl") if r.get("event") == "resumed"]
+    assert back == [3, 2]
+
+
 def test_a_best_that_cannot_be_written_does_not_stop_a_run_that_goes_on(folder: Path, tmp_path: Path) -> None:
     careless = CheckpointConfig(asynchronous=False, on_error="continue")
     wanted = config(folder, tmp_path / "run", train={"eval_every": 1}, evaluated=True, checkpoint=careless)
@@ -345,6 +370,17 @@ def test_gradients_in_float32_sums_are_looked_at_too(folder: Path, tmp_path: Pat
     assert errors(train_with, 1, narrow, _poison)[0].kind == NonFiniteError.__name__
     known = json.loads((tmp_path / "run/nonfinite/step-00000002/rank0.json").read_text())
     assert known["gradients_not_finite"]
+
+
+def test_weights_that_an_update_made_infinite_are_not_saved(folder: Path, tmp_path: Path) -> None:
+    """The loss of the step was finite; only what is saved shows it."""
+    step = {"steps": 1, "lr": 1e39, "schedule": "constant", "warmup": 0}
+    for precision, mesh, ranks in (("float32", RING, 2), ("bfloat16", MeshConfig(), 1)):
+        wild = config(folder, tmp_path / precision, train=step, precision=precision, mesh=mesh)
+        for error in errors(train, ranks, wild):
+            assert error.kind == NonFiniteError.__name__ and "is not finite" in error.message
+        assert math.isfinite(logged(wild, "loss")[0])
+        assert not list(tmp_path.glob(f"{precision}/checkpoints/step-*"))
 
 
 def _poison(trainer: Trainer) -> None:

@@ -10,11 +10,11 @@ a rank saves and what it reads.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,52 +24,18 @@ from torch import Tensor, nn
 from ...comm.consensus import agree, gather_ints
 from ...mesh import Mesh
 from . import files
-from .files import FileRecord
-from .index import DTYPES, Index, check_index, check_tensors, make_index, rank_file, rank_key
+from .choose import WAY_OUT, candidates, choose, set_back
+from .files import FileRecord, check_share
+from .index import DTYPES, Index, check_index, check_tensors, rank_file, rank_key
+from .job import CheckpointError, Failed, Job, Published
+from .publish import name_best, publish_on_leaving, publish_written, recover, write_part
 from .read import fill_tensors
 from .stage import HostMemory, stage_tensors
 from .state import check_json, model_tensors, optimizer_state_for, optimizer_tensors
 
 _RUNNING, _DONE, _FAILED, _BROKEN = range(4)
 _MESSAGE_BYTES = 1024
-
-
-class CheckpointError(OSError):
-    """A checkpoint could not be written; raised by every rank."""
-
-
-@dataclass(frozen=True)
-class Published:
-    """A checkpoint that is complete and that a resume finds."""
-
-    step: int
-    path: Path
-    seconds: float
-    """From the call of `save` until it was found published."""
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A checkpoint that could not be written; the one before it is untouched."""
-
-    step: int
-    reason: str
-
-
-@dataclass
-class _Job:
-    """A save under way: first every rank writes its file, then rank 0 publishes."""
-
-    step: int
-    text: str
-    work: Future[FileRecord]
-    start: float
-    phase: Literal["writing", "publishing"] = "writing"
-    best: bool = False
-
-    @property
-    def name(self) -> str:
-        return files.folder_name(self.step)
+_log = logging.getLogger(__name__)
 
 
 class Checkpoints:
@@ -105,7 +71,7 @@ class Checkpoints:
         self.asynchronous = asynchronous
         self.on_error = on_error
         self.base = base
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._events: list[Published | Failed] = []
         self._loading: set[str] = set()
         self._made_folder = False
@@ -136,12 +102,12 @@ class Checkpoints:
             parts, text = self._stage(model, optimizer, state, tensors or {})
             no_folder = self._make_folder(name) if self.mesh.rank == 0 else None
         if no_folder is None:
-            path = self.folder / f"{name}.tmp" / rank_file(self.mesh.rank)
-            work = self._thread.submit(files.write_file, path, parts)
+            fresh, rank = self.folder / f"{name}.tmp", self.mesh.rank
+            work = self._thread.submit(write_part, fresh, rank, parts, None if rank else text)
         else:
             work = Future()
             work.set_exception(no_folder)
-        self._job = _Job(step, text, work, start)
+        self._job = Job(step, work, start)
         if not self.asynchronous:
             self._events = self.finish()
 
@@ -158,21 +124,30 @@ class Checkpoints:
             self._advance(self._job)
         return self._take_events()
 
+    def leave(self, patience_s: float = 10.0) -> None:
+        """Publish the save under way, once every rank has written, on the way out of an error.
+
+        No rank is asked, for one may be gone: they are seen by their files. Given up when these stop growing.
+        """
+        job, self._job = self._job, None
+        if job is not None:
+            publish_on_leaving(self.folder, job, self.mesh.rank, patience_s)
+
     def mark_best(self, step: int) -> None:
         """Make `best` name this step's checkpoint, once it is published if it is under way."""
-        if self._job is not None and self._job.step == step:
-            if self._job.phase == "writing":
-                self._job.best = True
-                return
+        if self._job is not None and self._job.step == step and self._job.phase != "writing":
             self._events = self.finish()
         if any(isinstance(event, Failed) and event.step == step for event in self._events):
             return  # it could not be written, which is reported
         path, error, reason = self.folder / files.folder_name(step), None, ""
         if self.mesh.rank == 0:
             try:
-                if not files.is_complete(path):
+                if self._job is not None and self._job.step == step:
+                    name_best(self.folder, path.name)
+                elif not files.is_complete(path):
                     raise ValueError(f"step {step} has no checkpoint to be the best: {path} is not complete")
-                files.point(self.folder, "best", path.name)
+                else:
+                    files.point(self.folder, "best", path.name)
             except OSError as problem:
                 reason = str(problem)
             except ValueError as problem:
@@ -181,20 +156,54 @@ class Checkpoints:
         if reason := self._first_text(reason):
             self._report(step, f"`best` could not be written: {reason}", fatal=False)
 
-    def last(self) -> Path | None:
-        """The checkpoint to resume from, the same on every rank; clears away what a killed run left."""
+    def last(self, resume: str = "auto") -> Path | None:
+        """The checkpoint to resume from, the same on every rank; clears away what a killed run left.
+
+        Args:
+            resume: as in the configuration. Damage is a ValueError on every rank, unless `latest-intact` asks
+                for the newest that is intact, byte for byte.
+        """
         step, reason = -1, ""
-        if self.mesh.rank == 0:
-            try:
-                files.recover(self.folder, busy=None if self._job is None else f"{self._job.name}.tmp")
-                found = files.newest(self.folder)
-                step = -1 if found is None else files.step_of(found)
-            except OSError as problem:
-                reason = str(problem)
+        with self._together():
+            if self.mesh.rank == 0:
+                try:
+                    recover(self.folder, busy=None if self._job is None else f"{self._job.name}.tmp")
+                    found = None if resume == "latest-intact" else choose(self.folder, resume)
+                    step = -1 if found is None else files.step_of(found)
+                except OSError as problem:
+                    reason = str(problem)
         if reason := self._first_text(reason):
             raise CheckpointError(f"the checkpoints in {self.folder} cannot be read: {reason}")
+        if resume == "latest-intact":
+            return self._latest_intact()
         step = gather_ints(self.mesh.cpu_group, [step])[0][0]
         return None if step < 0 else self.folder / files.folder_name(step)
+
+    def set_back(self, path: Path, resume: str) -> None:
+        """Let `last` name a checkpoint that was asked for, so that a restart goes on from there."""
+        if resume != "latest-intact" and not resume.startswith("step:"):
+            return
+        with self._together():
+            if self.mesh.rank == 0:
+                set_back(self.folder, path, resume)
+
+    def _latest_intact(self) -> Path | None:
+        """The newest checkpoint whose every byte is as it was written; the ranks share the reading."""
+        steps = [files.step_of(path) for path in candidates(self.folder)] if self.mesh.rank == 0 else []
+        (count, *_), *_ = gather_ints(self.mesh.cpu_group, [len(steps)])
+        problems = []
+        for number in range(count):
+            step = gather_ints(self.mesh.cpu_group, [steps[number] if steps else -1])[0][0]
+            path = self.folder / files.folder_name(step)
+            problem = self._first_text(check_share(path, self.mesh.rank, self.mesh.world_size))
+            if not problem:
+                return path
+            problems.append(problem)
+            if self.mesh.rank == 0:
+                _log.warning("resume=latest-intact passes over %s: %s", path.name, problem)
+        if problems:
+            raise ValueError(f"no checkpoint in {self.folder} is intact: {'; '.join(problems)}")
+        return None
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Fill model and optimizer from a checkpoint that was saved on any mesh; gives its `state`.
@@ -279,7 +288,8 @@ class Checkpoints:
     def _make_folder(self, name: str) -> OSError | None:
         fresh = self.folder / f"{name}.tmp"
         try:
-            files.remove(fresh)
+            files.clear(fresh)
+            files.clear(self.folder / f"{name}.next")
             # Later a missing folder is an error: where a disk was unmounted, its mount point must stay empty.
             fresh.mkdir(parents=not self._made_folder)
         except OSError as problem:
@@ -287,7 +297,7 @@ class Checkpoints:
         self._made_folder = True
         return None
 
-    def _advance(self, job: _Job) -> None:
+    def _advance(self, job: Job) -> None:
         """Ask all ranks how far they are; when all are done, go on to publishing, or end the job."""
         status, record, problem = _RUNNING, FileRecord(0, 0), None
         if job.work.done():
@@ -303,6 +313,7 @@ class Checkpoints:
             reason = self._first_text("" if problem is None else f"{type(problem).__name__}: {problem}")
             if self.mesh.rank == 0:
                 files.discard(self.folder / f"{job.name}.tmp")
+                files.remove(self.folder / f"{job.name}.next")
             self._report(job.step, reason, fatal=_BROKEN in statuses)
         elif job.phase == "writing":
             job.phase = "publishing"
@@ -314,18 +325,9 @@ class Checkpoints:
             path = self.folder / job.name
             self._events.append(Published(job.step, path, time.monotonic() - job.start))
 
-    def _publish(self, job: _Job, written: dict[str, FileRecord]) -> FileRecord:
-        """Rank 0, in the thread: the files about the others' files, then the rename, then the pointers."""
-        fresh = self.folder / f"{job.name}.tmp"
-        for name, record in written.items():
-            files.check_file(fresh / name, record, checksum=False)
-        index = files.write_json(fresh / "index.json", make_index(fresh, written))
-        state = files.write_file(fresh / "state.json", [job.text.encode()])
-        files.write_manifest(fresh, job.step, written | {"index.json": index, "state.json": state})
-        files.publish(self.folder, job.name)
-        files.point(self.folder, "last", job.name)
-        if job.best:
-            files.point(self.folder, "best", job.name)
+    def _publish(self, job: Job, written: dict[str, FileRecord]) -> FileRecord:
+        """Rank 0, in the thread."""
+        publish_written(self.folder, job.name, written)
         files.retain(self.folder, self.keep, self._loading)
         return FileRecord(0, 0)
 
@@ -341,9 +343,13 @@ class Checkpoints:
     def _open(self, path: Path, reads: Callable[[int, str], bool]) -> tuple[Index, dict[str, Any]]:
         """Index and state of a complete checkpoint; `reads` says which data files this rank reads in full."""
         with self._together():
-            expected = files.read_manifest(path)
-            for number, name in enumerate(sorted(expected)):
-                files.check_file(path / name, expected[name], name.endswith(".json") or reads(number, name))
+            try:
+                expected = files.read_manifest(path)
+                for number, name in enumerate(sorted(expected)):
+                    whole = name.endswith(".json") or reads(number, name)
+                    files.check_file(path / name, expected[name], whole)
+            except ValueError as error:
+                raise ValueError(f"{error}; {WAY_OUT}") from None
             index: Index = json.loads((path / "index.json").read_bytes())
             check_index(index)
             saved: dict[str, Any] = json.loads((path / "state.json").read_bytes())

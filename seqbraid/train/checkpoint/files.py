@@ -2,11 +2,14 @@
 
 A published folder `step-00000030` holds `complete.json`, which names every other file with size and CRC-32.
 `last` and `best` are text files with a folder's name. A killed run may leave `step-….tmp` (not published),
-`step-….old` (published, moved aside for its successor) and `step-….gone` (being deleted).
+`step-….next` (the pointers that are to name it), `step-….old` (published, moved aside for its successor) and
+`step-….gone` (being deleted). What of these cannot
+be deleted (a file that is open over NFS) is named in a warning and stays; nothing waits for it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -23,7 +26,7 @@ BLOCK = 2**24
 """Bytes per read and write: large enough for the disk, small enough that the checksum runs in cache."""
 
 _PUBLISHED = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"(step-\d{8,})\.(tmp|old|gone)")
+_LEFTOVER = re.compile(r"(step-\d{8,})(?:\.\d+)?\.(tmp|next|old|gone)")
 _FILE = re.compile(r"(rank-\d{5,}\.safetensors|index\.json|state\.json)")
 _log = logging.getLogger(__name__)
 
@@ -101,8 +104,11 @@ def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> 
     write_json(folder / MANIFEST, body | {"crc32": _digest(body)})
 
 
-def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """The files that a published folder must have; ValueError where the manifest is missing or damaged."""
+def read_manifest(folder: Path, step: int | None = None) -> dict[str, FileRecord]:
+    """The files that a published folder must have; ValueError where the manifest is missing or damaged.
+
+    The step is that of the folder's name when left out.
+    """
     path = folder / MANIFEST
     try:
         body = json.loads(path.read_bytes())
@@ -114,7 +120,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         raise ValueError(f"{path} is damaged: its checksum does not fit")
     if body["format"] != FORMAT:
         raise ValueError(f"{path} has format {body['format']}; this version reads format {FORMAT}")
-    if body["step"] != step_of(folder):
+    if body["step"] != (step_of(folder) if step is None else step):
         raise ValueError(f"{path} is of step {body['step']}; the folder was renamed or mixed up")
     for name in body["files"]:
         if _FILE.fullmatch(name) is None:
@@ -135,14 +141,31 @@ def check_file(path: Path, expected: FileRecord, checksum: bool) -> None:
         raise ValueError(f"the checkpoint is damaged: the checksum of {path} does not fit")
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a folder has its manifest and every file of it at its size."""
+def check_share(folder: Path, rank: int, world_size: int) -> str:
+    """What is damaged of a folder; of its files each rank reads its share in full. Empty where nothing is."""
+    try:
+        for number, (name, record) in enumerate(sorted(read_manifest(folder).items())):
+            check_file(folder / name, record, checksum=number % world_size == rank)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def damage(folder: Path) -> str:
+    """What is missing of a folder, by its manifest and the sizes of its files; empty where nothing is."""
     try:
         for name, record in read_manifest(folder).items():
             check_file(folder / name, record, checksum=False)
-    except ValueError:
-        return False
-    return True
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder} cannot be read: {error}"
+    return ""
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has its manifest and every file of it at its size."""
+    return not damage(folder)
 
 
 def point(root: Path, pointer: str, name: str) -> None:
@@ -162,26 +185,18 @@ def pointed(root: Path, pointer: str) -> Path | None:
     return root / name if _PUBLISHED.fullmatch(name) and is_complete(root / name) else None
 
 
-def newest(root: Path) -> Path | None:
-    """The folder to resume from: what `last` names, else the complete one that was published last."""
-    if not root.is_dir():
-        return None
-    named = pointed(root, "last")
-    return named or next((folder for folder in _by_age(root) if is_complete(folder)), None)
-
-
 def publish(root: Path, name: str) -> Path:
     """Rename a written folder to its published name; one of the same step is replaced by it."""
     fresh, final, old = root / f"{name}.tmp", root / name, root / f"{name}.old"
     sync_folder(fresh)
-    if final.exists():
+    if os.path.lexists(final):
         # A rename cannot replace a folder that has files. Killed in between, `recover` puts the old one back.
-        remove(old)
+        clear(old)
         os.rename(final, old)
     try:
         os.rename(fresh, final)
     except OSError:
-        if old.exists():
+        if os.path.lexists(old):
             os.rename(old, final)
         raise
     sync_folder(root)
@@ -189,39 +204,42 @@ def publish(root: Path, name: str) -> Path:
     return final
 
 
-def recover(root: Path, busy: str | None) -> None:
-    """Undo what a killed run left half done; `busy` is a folder that is being written now."""
-    if not root.is_dir():
-        return
-    for path in sorted(root.iterdir()):
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is None or path.name == busy:
-            continue
-        if match[2] == "old" and not (root / match[1]).exists():
-            os.rename(path, root / match[1])
-        else:
-            remove(path)
-
-
 def retain(root: Path, keep: int, protected: Iterable[str]) -> None:
     """Delete all but the `keep` folders published last, `last`, `best` and the protected ones."""
     names = set(protected) | {p.name for p in (pointed(root, "last"), pointed(root, "best")) if p is not None}
-    for folder in _by_age(root)[keep:]:
+    for folder in [path for path in by_age(root) if (path / MANIFEST).is_file()][keep:]:
         if folder.name in names:
             continue
-        # Under another name first: half a folder must never pass for a checkpoint.
-        gone = folder.with_name(f"{folder.name}.gone")
         try:
-            os.rename(folder, gone)
-            remove(gone)
+            remove(set_aside(folder))  # half a folder must never pass for a checkpoint
         except OSError as error:
             _log.warning("the old checkpoint %s could not be removed: %s", folder, error)
 
 
-def remove(folder: Path) -> None:
-    """Delete a folder that may or may not be there."""
-    if folder.exists():
-        shutil.rmtree(folder)
+def remove(path: Path) -> None:
+    """Delete what may or may not be there; a warning says what cannot be deleted."""
+    try:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        _log.warning("%s is left over and cannot be removed (%s); it may be deleted by hand", path, error)
+
+
+def clear(path: Path) -> None:
+    """See that a name is free: what cannot be deleted is moved aside."""
+    remove(path)
+    if os.path.lexists(path):
+        set_aside(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename to a name under which it is taken for nothing but a leftover."""
+    name = path.name.split(".")[0]
+    aside = next(p for n in itertools.count() if not os.path.lexists(p := path.with_name(f"{name}.{n}.gone")))
+    os.rename(path, aside)
+    return aside
 
 
 def discard(folder: Path) -> None:
@@ -229,13 +247,38 @@ def discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _by_age(root: Path) -> list[Path]:
-    """Published folders, the youngest first: by time, for a run may have been set back to an earlier step."""
+def leftovers(root: Path) -> dict[str, list[Path]]:
+    """What a killed run left, by the name of the published folder that it belongs to."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if match := _LEFTOVER.fullmatch(path.name):
+            found.setdefault(match[1], []).append(path)
+    return found
+
+
+def found_in(root: Path) -> list[Path]:
+    """Every folder with the name of a published one, damaged or not, by its step."""
+    if not root.is_dir():
+        return []
     found = []
     for path in root.iterdir():
-        if _PUBLISHED.fullmatch(path.name) and (path / MANIFEST).is_file():
-            found.append(((path / MANIFEST).stat().st_mtime_ns, step_of(path), path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+        if not _PUBLISHED.fullmatch(path.name):
+            continue
+        if path.is_dir():
+            found.append(path)
+        else:
+            _log.warning("%s is not a folder, and no checkpoint: it is left alone", path)
+    return sorted(found, key=step_of)
+
+
+def by_age(root: Path) -> list[Path]:
+    """Published folders, the youngest first: by time, for a run may have been set back to an earlier step."""
+
+    def age(path: Path) -> tuple[int, int]:
+        manifest = path / MANIFEST
+        return (manifest if manifest.is_file() else path).stat().st_mtime_ns, step_of(path)
+
+    return sorted(found_in(root), key=age, reverse=True)
 
 
 def _digest(body: Mapping[str, Any]) -> int:

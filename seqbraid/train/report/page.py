@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..demo.page import STYLE
+from ..log import BACK
 from .data import RunLog, averaged, distinct_names, loss_difference, read_run, thinned
 from .plot import GREY, Mark, Series, line_plot
 from .summary import color_of, dash_of, run_name, summary_table
@@ -21,7 +22,7 @@ LONG = 300
 
 SHOWN_EVENTS = 200
 MARKS_PER_KIND = 60
-ACROSS = ("resumed", "resume")
+ACROSS = BACK
 """Events that a curve may break at; others are ticks on the axis."""
 
 OWN_STYLE = """
