@@ -111,7 +111,7 @@ class SampleEncoder:
         for span in expanded.new:
             learnt_T &= ~_within(offsets_T2, span)
         learnt_T &= ~np.isin(ids_T, self.media_ids)
-        if not learnt_T.any():
+        if not learnt_T[1:].any():  # nothing comes before the first token that could predict it
             raise ValueError("no token of the conversation is learnt: its assistant turns come out empty")
         return _Text(ids_T, np.where(learnt_T, ids_T, IGNORE))
 

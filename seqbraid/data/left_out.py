@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class OverLongSamples:
 
     count: int = 0
     tokens_lost: int = 0
+    without_labels: int = 0
+    """Of those that were cut: left out whole, since no label was left."""
 
 
 class LeftOut:
@@ -71,10 +73,18 @@ class LeftOut:
         return list(self._measured)
 
     def add(
-        self, measured: Sequence[BadSample], over_long: Sequence[Draw], encoded: Sequence[BadSample] = ()
+        self,
+        measured: Sequence[BadSample],
+        over_long: Sequence[Draw],
+        encoded: Sequence[BadSample] = (),
+        cut_short: Sequence[BadSample] = (),
     ) -> None:
-        """Account for what was found on the way to a step; a collective if there are new bad samples."""
+        """Account for what was found on the way to a step; a collective if there are new bad samples.
+
+        Bad are those found when `measured` or `encoded`; those that were `cut_short` have no label left.
+        """
         self._add_over_long(over_long)
+        self._add_cut_short(cut_short)
         new = [bad for bad in measured if bad.sample not in self._measured]
         self._measured.update(dict.fromkeys(bad.sample for bad in measured))
         for bad in encoded:  # bad in every epoch again, but news only once
@@ -126,13 +136,25 @@ class LeftOut:
             tokens_lost=self.over_long.tokens_lost + sum(draw.length - kept for draw in draws),
         )
 
+    def _add_cut_short(self, samples: Sequence[BadSample]) -> None:
+        found = self.over_long
+        for number, sample in enumerate(samples, start=found.without_labels + 1):
+            if self._writes and number <= LISTED:
+                more = "; further ones are only counted" if number == LISTED else ""
+                logger.warning("%s: %s: left it out%s", sample.where, sample.reason, more)
+        self.over_long = replace(
+            found,
+            tokens_lost=found.tokens_lost + self._row_tokens * len(samples),
+            without_labels=found.without_labels + len(samples),
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state; it grows with the bad samples only."""
         return {
             "measured_bad": list(self._measured),
             "encoded_bad": list(self._encoded),
             "first_bad": [list(bad) for bad in self._first],
-            "over_long": [self.over_long.count, self.over_long.tokens_lost],
+            "over_long": list(astuple(self.over_long)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

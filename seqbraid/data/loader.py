@@ -181,19 +181,22 @@ class Loader:
         planned = encoding.planned
         answers, error = self._clock.wait(encoding.results)
         samples: list[dict[str, Any] | Refused] = [sample for answer in answers for sample in answer]
-        bad = self._agree_on_bad(encoding, samples, error)
+        refused = self._agree_on_refused(encoding, samples, error)
+        bad, cut_short = (
+            [refused[position][0] for position in sorted(refused) if refused[position][1] is kind]
+            for kind in (False, True)
+        )
         if bad and self._on_bad_sample == "error":
-            first = bad[min(bad)]
-            raise ValueError(f"{first.where}: {first.reason}")
-        self._left_out.add(planned.bad, planned.over_long, [bad[position] for position in sorted(bad)])
+            raise ValueError(f"{bad[0].where}: {bad[0].reason}")
+        self._left_out.add(planned.bad, planned.over_long, bad, cut_short)
 
         # What one rank could not encode is left out by all, so that a sequence group keeps the same rows.
-        kept = [draw for row in planned.rows for draw in row if draw.position not in bad]
+        kept = [draw for row in planned.rows for draw in row if draw.position not in refused]
         self._check_fruitless(planned, kept)
         self._state, self._done = planned.state, planned.done
         encoded = zip((draw.position for row in encoding.rows for draw in row), samples, strict=True)
         by_position = {position: sample for position, sample in encoded if not isinstance(sample, Refused)}
-        rows = [[draw for draw in row if draw.position not in bad] for row in encoding.rows]
+        rows = [[draw for draw in row if draw.position not in refused] for row in encoding.rows]
         return StepData(
             rows=[[by_position[draw.position] for draw in row] for row in rows],
             where=[[self._source.where(draw.sample) for draw in row] for row in rows],
@@ -233,20 +236,24 @@ class Loader:
         ranks = media_ranks(known, self._mesh.sequence_size)
         return [Wanted(draw, of_sample) for draw, of_sample in zip(row, ranks, strict=True)]
 
-    def _agree_on_bad(
+    def _agree_on_refused(
         self, encoding: _Encoding, samples: list[dict[str, Any] | Refused], error: Exception | None
-    ) -> dict[int, BadSample]:
-        """The samples of the step that some rank could not encode, by position; the same on every rank."""
+    ) -> dict[int, tuple[BadSample, bool]]:
+        """The samples of the step that some rank could not encode, by position, and whether they have but no
+        label left; the same on every rank."""
         draws = [draw for row in encoding.rows for draw in row]
         own = {
-            draw.position: BadSample(draw.sample, self._source.where(draw.sample), sample.reason)
+            draw.position: (
+                BadSample(draw.sample, self._source.where(draw.sample), sample.reason),
+                sample.cut_short,
+            )
             for draw, sample in zip(draws, samples, strict=error is None)
             if isinstance(sample, Refused)
         }
         counts = agree(self._group, error, [len(own)])
         if not any(count for (count,) in counts):
             return {}
-        merged: dict[int, BadSample] = {}
+        merged: dict[int, tuple[BadSample, bool]] = {}
         for of_rank in reversed(gather_objects(self._group, own)):  # in the words of the first rank
             merged.update(of_rank)
         return merged
@@ -254,10 +261,12 @@ class Loader:
     def _check_fruitless(self, planned: PlannedStep, kept: list[Draw]) -> None:
         self._fruitless = 0 if kept else self._fruitless + sum(map(len, planned.rows))
         if self._fruitless >= self._order.num_samples:
-            first = self.bad.first[0]
+            cut = self.over_long.without_labels
+            reasons = [f"the first bad one was {bad.where}: {bad.reason}" for bad in self.bad.first[:1]]
+            reasons += [f"{cut} have no label in the part that a row holds: raise row_tokens"] if cut else []
             raise ValueError(
                 f"none of the latest {self._fruitless} samples could be encoded, and the source has no more; "
-                f"the first bad one was {first.where}: {first.reason}"
+                + "; ".join(reasons)
             )
 
     @property

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .source import Source
 
 LONGEST = 2**31 - 1
+IGNORE = -100
 
 
 class Encoder(Protocol):
@@ -45,6 +46,8 @@ class Refused(NamedTuple):
     """In place of a sample: why there is none."""
 
     reason: str
+    cut_short: bool = False
+    """Nothing is wrong with it, but the part of it that a row holds has no label."""
 
 
 class Tasks:
@@ -101,7 +104,7 @@ class Tasks:
             raise ValueError(f"length() gave {length}; a sample has 1 to {LONGEST} tokens")
         return Measured(sample, length, media_costs=tuple(costs))
 
-    def _encoded(self, wanted: Wanted) -> dict[str, Any]:
+    def _encoded(self, wanted: Wanted) -> dict[str, Any] | Refused:
         draw, media_ranks = wanted
         record = self.source[draw.sample]
         if media_ranks:
@@ -112,4 +115,15 @@ class Tasks:
         length = len(sample["input_ids"])
         if length != draw.length:
             raise ValueError(f"length() said {draw.length}, encode() gave {length}")
-        return truncate_sample(sample, self.row_tokens) if length > self.row_tokens else sample
+        if length <= self.row_tokens:
+            return sample
+        sample = truncate_sample(sample, self.row_tokens)
+        if not has_targets(sample):
+            return Refused(f"no label is among its first {self.row_tokens} tokens", cut_short=True)
+        return sample
+
+
+def has_targets(sample: Mapping[str, Any]) -> bool:
+    """Whether a sample has a label that a token before it can predict."""
+    labels = sample.get("labels", sample["input_ids"])
+    return bool((labels[1:] != IGNORE).any())

@@ -264,6 +264,39 @@ def test_over_long_text_is_cut_and_over_long_media_are_bad() -> None:
     assert sum(step.tokens for step in steps) == sum(min(32, r["n"]) for r in source if r["id"] != 5)
 
 
+def test_what_is_cut_before_its_first_label_is_left_out_and_counted_on_any_mesh(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = records(37)
+    for index, fate in {4: "late", 9: "late", 21: "", 30: "late"}.items():
+        source[index] |= {"n": 33 + index, "fate": fate}
+    options = {"source": source, "over_long": "truncate", "on_bad_sample": "error"}
+    one = loader(**options)
+    with caplog.at_level(logging.WARNING):
+        drawn = [i for step in one for row in ids(step.rows) for i in row]
+    assert sorted(drawn) == sorted([i for i in range(37) if i not in (4, 9, 30)] * 2)
+    lost = 2 * (sum(source[index]["n"] for index in (4, 9, 30)) + source[21]["n"] - 32)
+    assert (one.over_long.count, one.over_long.tokens_lost, one.over_long.without_labels) == (8, lost, 6)
+    assert one.bad.count == 0
+    assert "toy.jsonl:5: no label is among its first 32 tokens: left it out" in caplog.text
+    steps, states = alone(**options)
+    found = ranks.run(on_a_rank, 4, {"dp_shard": 2, "ring": 2}, options)
+    assert joined(found) == padded(steps, 2)
+    assert [step[2] for step in found[0]] == states
+    resumed = loader(**options)
+    resumed.load_state_dict(json.loads(json.dumps(states[2])))
+    assert [told(step) for step in resumed] == steps[3:] and resumed.over_long == one.over_long
+
+
+def test_a_source_of_which_no_label_is_left_is_an_error() -> None:
+    source = [record | {"n": 40, "fate": "late"} for record in records(6)]
+    for epochs in (1, None):
+        with pytest.raises(
+            ValueError, match="6 have no label in the part that a row holds: raise row_tokens"
+        ):
+            list(loader(source=source, over_long="truncate", epochs=epochs))
+
+
 def test_after_an_error_the_loader_stays_stopped_and_its_state_is_that_of_the_last_step() -> None:
     source = records(37)
     broken = loader(source=source, prefetch_steps=0, shuffle=False, epochs=1)

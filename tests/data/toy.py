@@ -47,6 +47,8 @@ class ToyEncoder:
             raise KeyError("pixels")
         ids = torch.full((record["n"],), record["id"])
         sample = {"input_ids": ids, "labels": torch.arange(record["n"])}
+        if record["fate"] == "late":
+            sample["labels"][:-1] = -100
         if record["fate"] == "media":
             sample["pixel_values"] = torch.full((record["n"], 1024), float(record["id"]))
         return sample
