@@ -83,7 +83,7 @@ class Sinks:
             if name != "tensorboard":
                 raise ValueError(f"the sink {name!r} needs its package ({error}): {install}") from None
             # The default sink must not keep a run from starting.
-            self._say(f"there will be no TensorBoard files, its package is missing: {install}")
+            self.say(f"there will be no TensorBoard files, its package is missing: {install}")
         except Exception as error:
             self._gave_up(name, error)
 
@@ -141,9 +141,10 @@ class Sinks:
         self.file.flush()
 
     def _gave_up(self, name: str, error: Exception) -> None:
-        self._say(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
+        self.say(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """A line on the console, of the first rank."""
         if self.progress is not None:
             self.progress.say(text)
 

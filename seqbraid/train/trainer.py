@@ -87,7 +87,9 @@ class Trainer:
             open_data(config.data.eval, mesh)
         self.loader = make_loader(config, self.model_config, mesh)
         self.step = 0
-        """Steps that are done."""
+        """Steps that are done, with those that were skipped."""
+        self.trained = 0
+        """Steps among them that had a label, and so changed the weights."""
         self.progress = 0.0
         self.best: dict[str, Any] = {}
         self.best_before: dict[str, Any] = {}
@@ -107,6 +109,7 @@ class Trainer:
                 while not self._done():
                     data = next(self.loader, None)
                     if data is None:
+                        self._check_trained()
                         break
                     if self._step(data):
                         break
@@ -131,6 +134,8 @@ class Trainer:
         work = make_batches(
             data, self.model_config, self.mesh, self.config.data.policy, self.flops, self.stop
         )
+        if not work.label_tokens:
+            return self._skip(work)
         losses, correct = [], 0
         for batch in work.batches:
             out = self.model(batch.to(self.device), work.label_tokens, seed)
@@ -152,6 +157,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
+        self.trained += 1
         metrics = self.meter.step(
             loss=loss,
             grad_norm=norm,
@@ -166,6 +172,28 @@ class Trainer:
         )
         self._after_step(metrics, work.stop)
         return work.stop
+
+    def _skip(self, work: StepBatches) -> bool:
+        """A step without a label counts, also for the learning rate, but changes no weight and no moment."""
+        self.step += 1
+        self.progress = self._progress(self.step)
+        with raised_by_all(self.mesh.cpu_group):
+            reason = f"none of its {work.tokens:,} tokens has a label"
+            self.sinks.event("skipped", step=self.step, reason=reason)
+            self.sinks.say(f"step {self.step} is skipped: {reason}")
+        if self._done() or self.loader.at_end:
+            self._check_trained()
+        self._after_step({}, work.stop)
+        return work.stop
+
+    def _check_trained(self) -> None:
+        """Refuse to end as if something had been learnt."""
+        if not self.trained:
+            cut, bad = self.loader.over_long.without_labels, self.loader.bad.count
+            raise ValueError(
+                f"none of {self.step} steps had a label, so nothing was trained: {cut} samples have none "
+                f"among their first data.row_tokens={self.config.data.row_tokens} tokens, {bad} are bad"
+            )
 
     def _after_step(self, metrics: dict[str, float], stop: bool) -> None:
         """Evaluate, log and save what is due."""
@@ -187,8 +215,9 @@ class Trainer:
             if improved:
                 self.best_before = self.best
                 self.best = {"step": self.step, "eval_loss": found["eval_loss"]}
-        with raised_by_all(self.mesh.cpu_group):
-            self.sinks.log(self.step, metrics)
+        if metrics:
+            with raised_by_all(self.mesh.cpu_group):
+                self.sinks.log(self.step, metrics)
         self._report(self.checkpoints.poll())
         if improved or stop or self._done() or (checkpoint.every and self.step % checkpoint.every == 0):
             self._save()
@@ -214,6 +243,7 @@ class Trainer:
             )
         state = {
             "step": self.step,
+            "trained": self.trained,
             "best": self.best,
             "loader": self.loader.state_dict(),
             "config": as_dict(self.config),
@@ -255,6 +285,7 @@ class Trainer:
         self.loader.load_state_dict(state["loader"])
         self.checkpoints.set_back(path, self.config.resume)
         self.step, self.best = state["step"], state["best"]
+        self.trained = state.get("trained", self.step)
         # Of the run as it is now: its number of steps or epochs may have changed.
         self.progress = self._progress(self.step)
 

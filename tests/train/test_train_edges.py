@@ -296,6 +296,44 @@ def test_a_run_goes_back_to_a_step_and_past_a_damaged_checkpoint(folder: Path, t
     assert back == [3, 2]
 
 
+def _late(number: int) -> dict[str, Any]:
+    """A conversation whose first answer stands behind the end of a row."""
+    turns = said(number)["messages"]
+    return {"messages": [turns[0] | {"content": "What is the number? " * (50 + number)}, turns[1]]}
+
+
+def test_a_step_without_a_label_is_skipped_and_said_on_any_mesh_and_after_a_resume(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It counts as a step, so that the rates of the others are those of their numbers."""
+    write(folder / "late.jsonl", [_late(n) if n in (1, 3) else said(n) for n in range(6)])
+    linear = {"batch_tokens": ROW, "steps": 6, "schedule": "linear", "warmup": 0, "lr": 0.1}
+    whole = config(folder, tmp_path / "alone", "late", linear)
+    data = replace(whole.data, over_long="truncate", shuffle=False, buffer_size=1)
+    whole = replace(whole, data=data, checkpoint=CheckpointConfig(every=2))
+    train(whole)
+    assert "step 2 is skipped: none of its 0 tokens has a label" in capfd.readouterr().err
+    records = [json.loads(line) for line in (tmp_path / "alone/log.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "loss" in record] == [1, 3, 5, 6]
+    assert [record["step"] for record in records if record.get("event") == "skipped"] == [2, 4]
+    assert logged(whole, "lr") == pytest.approx([0.1 * (1 - n / 6) for n in (0, 2, 4, 5)])
+    killed = replace(whole, out=str(tmp_path / "killed"), mesh=DATA_RANKS)
+    errors(train_with, 2, killed, _kill)
+    run(train, 2, killed)
+    assert_same_curves(killed, whole)
+
+
+def test_a_run_without_a_label_stops(folder: Path, tmp_path: Path) -> None:
+    write(folder / "no_label.jsonl", [_late(n) for n in range(6)])
+    found = config(folder, tmp_path / "run", "no_label", {"batch_tokens": ROW})
+    found = replace(found, data=replace(found.data, over_long="truncate"))
+    assert "nothing was trained: 4 samples have none among" in errors(train, 1, found)[0].message
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    of_epochs = replace(found, out=f"{found.out}s", train=replace(found.train, steps=None, epochs=1))
+    for error in errors(train, 2, replace(of_epochs, mesh=DATA_RANKS)):
+        assert "6 have no label in the part that a row holds: raise row_tokens" in error.message
+
+
 def test_a_best_that_cannot_be_written_does_not_stop_a_run_that_goes_on(folder: Path, tmp_path: Path) -> None:
     careless = CheckpointConfig(asynchronous=False, on_error="continue")
     wanted = config(folder, tmp_path / "run", train={"eval_every": 1}, evaluated=True, checkpoint=careless)
