@@ -15,9 +15,10 @@ from contextlib import contextmanager
 import torch
 
 from seqbraid.ops import conv, gated_delta, gated_delta_chunks
-from seqbraid.ops.fla_status import fla_status
+from seqbraid.ops.fla_status import fla_missing, fla_wrong
 from seqbraid.ops.gated_delta import GatedDeltaCall, make_call
 from seqbraid.ops.gated_delta_chunks import Chunks
+from seqbraid.ops.kernels import KernelOptions, Kernels
 
 
 def milliseconds(call: Callable[[], object], device: str, repeats: int = 5) -> float:
@@ -66,7 +67,7 @@ def rule(tokens: int, args: argparse.Namespace) -> None:
     show(f"rule, {tokens} tokens, torch", lambda: both(GatedDeltaCall), args)
     with compiled_parts():
         show(f"rule, {tokens} tokens, torch, compiled", lambda: both(GatedDeltaCall), args)
-    if args.device == "cuda" and fla_status(q.device).usable:
+    if args.device == "cuda" and not (fla_missing() or fla_wrong(q.device)):
         show(f"rule, {tokens} tokens, fla", lambda: both(make_call), args)
 
 
@@ -77,17 +78,14 @@ def convolution(tokens: int, args: argparse.Namespace) -> None:
     weight = torch.randn(channels, 4, device=args.device).bfloat16().requires_grad_()
     dout = torch.randn_like(x)
 
-    def both() -> None:
-        torch.autograd.grad(conv.causal_conv(x, weight, None, (0, tokens)), (x, weight), dout)
+    def both(name: str) -> None:
+        kernels = Kernels(KernelOptions(convolution=name))
+        y = conv.causal_conv(x, weight, None, (0, tokens), kernels=kernels)
+        torch.autograd.grad(y, (x, weight), dout)
 
-    takes_fla = conv._takes_fla
-    conv._takes_fla = lambda *_: False  # type: ignore[assignment]
-    try:
-        show(f"convolution, {tokens} tokens, torch", both, args)
-    finally:
-        conv._takes_fla = takes_fla
-    if takes_fla(x, weight):
-        show(f"convolution, {tokens} tokens, fla", both, args)
+    show(f"convolution, {tokens} tokens, torch", lambda: both("torch"), args)
+    if args.device == "cuda" and not fla_missing():
+        show(f"convolution, {tokens} tokens, fla", lambda: both("fla"), args)
 
 
 def main() -> None:

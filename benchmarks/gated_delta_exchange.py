@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seqbraid.layout import SequenceLayout
-from seqbraid.ops.fla_status import fla_status
+from seqbraid.ops.fla_status import fla_missing, fla_wrong
 from seqbraid.ops.gated_delta import make_call
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
 from seqbraid.verify.gpu_time import gpu_time
@@ -102,9 +102,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("no GPU: times are left out")
         return
-    status = fla_status(torch.device("cuda", torch.cuda.current_device()))
-    print(torch.cuda.get_device_name(), f"flash-linear-attention: {status.reason}")
-    if status.usable:
+    reason = fla_missing() or fla_wrong(torch.device("cuda", torch.cuda.current_device()))
+    print(torch.cuda.get_device_name(), f"flash-linear-attention: {reason or 'usable'}")
+    if reason is None:
         for tokens in args.tokens:
             print_times(tokens, QWEN3_5_9B)
 

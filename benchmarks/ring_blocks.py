@@ -23,7 +23,8 @@ from torch import Tensor
 
 from seqbraid.layout import SequenceLayout
 from seqbraid.ops import blocks
-from seqbraid.ops.flash_impl import TORCH, flash_impl, use_flash_attention
+from seqbraid.ops.flash_impl import TORCH, flash_impl
+from seqbraid.ops.kernels import DEFAULT, KernelOptions, Kernels
 from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.ring import Gradients, Keys, ring_backward, ring_forward
 from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
@@ -75,6 +76,12 @@ class Kept(Gradients):
         return self.dk, self.dv
 
 
+class Wish:
+    """What `kernels` asked for."""
+
+    kernels = DEFAULT
+
+
 class Rank:
     """One rank's blocks: its own rows, and the keys it would receive, taken from the row directly."""
 
@@ -98,13 +105,13 @@ class Rank:
 
     def forward(self) -> None:
         keys = Here(self.received)
-        self.out, self.lse = ring_forward(self.q, self.k, self.v, self.plan, self.scale, keys)
+        self.out, self.lse = ring_forward(self.q, self.k, self.v, self.plan, self.scale, keys, Wish.kernels)
 
     def backward(self) -> None:
         self.home = Kept()
         tensors = (self.dout, self.q, self.k, self.v, self.out, self.lse)
         self.dq, self.dk, self.dv = ring_backward(
-            *tensors, self.plan, self.scale, Here(self.received), self.home
+            *tensors, self.plan, self.scale, Here(self.received), self.home, Wish.kernels
         )
 
 
@@ -145,12 +152,12 @@ def kernels(name: str) -> Iterator[None]:
     never = 1 << 62
     pairs = {"varlen": (never, never), "dense": (0, 0)}
     blocks.ANY_PAIRS, blocks.ROUND_PAIRS = pairs.get(name, before)
-    use_flash_attention(None if name == "chosen" else "torch")
+    Wish.kernels = DEFAULT if name == "chosen" else Kernels(KernelOptions(attention="torch"))
     try:
         yield
     finally:
         blocks.ANY_PAIRS, blocks.ROUND_PAIRS = before
-        use_flash_attention(None)
+        Wish.kernels = DEFAULT
 
 
 def packed_lengths(tokens: int, seed: int = 0) -> list[int]:
@@ -174,7 +181,7 @@ def report(name: str, lengths: list[int], args: argparse.Namespace) -> None:
     row = [torch.randn(sum(lengths), *s, device="cuda", dtype=torch.bfloat16) for s in shapes]
     pairs = sum(n * (n + 1) / 2 for n in lengths)
     flops = 4 * pairs * args.heads * args.head_dim
-    chosen = flash_impl(row[0], row[1])
+    chosen = flash_impl(row[0], row[1], windowed=False, kernels=DEFAULT)
     print(f"\n{name}: {len(lengths)} sequences, {sum(lengths)} tokens; chosen: {chosen.name}")
     choices = args.kernels or ["chosen", *(["torch"] if chosen is not TORCH else []), "varlen"]
     slowest: dict[tuple[str, int, str], float] = {}

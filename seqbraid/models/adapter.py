@@ -14,7 +14,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from ..mesh import Mesh
-from ..ops.flash_impl import names_flash_impl, use_flash_attention
 from ..sequence_parallel.context import StepContext
 from ..sequence_parallel.gated_delta_bytes import CHOICES
 from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
@@ -50,7 +49,7 @@ class Adapter:
         self.model = model
         self.config = model.config.get_text_config()
         self.name = type(model).__name__
-        self._stock_attention: str = self.config._attn_implementation
+        self.stock_attention: str = self.config._attn_implementation
         self.head = _head(model)
         self.decoder = self._decoder()
         self.decoder_layers = _layers(model, self.decoder, self.config)
@@ -90,8 +89,6 @@ class Adapter:
                 f"this {self.name} is parallelized already; call release() on what parallelize gave before "
                 "it is parallelized again"
             )
-        if names_flash_impl(self._stock_attention):
-            use_flash_attention(self._stock_attention)
         self._set_attention(attention.NAME)
         if self.config._attn_implementation != attention.NAME:
             raise ValueError(
@@ -121,7 +118,7 @@ class Adapter:
 
     def unbraid(self) -> None:
         """Give the stock model back as it came."""
-        self._set_attention(self._stock_attention)
+        self._set_attention(self.stock_attention)
         for module in self.gated_delta:
             unbraid_gated_delta(module)
         for module in self._bound:

@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 from ..comm.consensus import agree
 from ..comm.group import Group
 from ..mesh import Mesh
+from ..ops.kernels import KernelOptions
 from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.table import make_kernels
 from ..sequence_parallel.context import StepContext
 from .backward_once import backward_once
 from .batch import PackedBatch
@@ -55,7 +57,13 @@ class BraidedModel(nn.Module):
     The stock model is kept as it is: without a packed batch it behaves as before, `generate` included.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: Mesh, gated_delta: str = "auto") -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: Mesh,
+        gated_delta: str = "auto",
+        kernels: KernelOptions | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.mesh = mesh
@@ -66,6 +74,7 @@ class BraidedModel(nn.Module):
         self._until_release = ExitStack()
         self._adapter = make_adapter(model)
         self._adapter.check_mesh(mesh, gated_delta)
+        self.kernels = make_kernels(kernels, self._adapter.stock_attention)
         self._unchanged = Unchanged(model)
         self.groups: dict[str, Group] = {}
         self._adapter.braid()
@@ -108,7 +117,9 @@ class BraidedModel(nn.Module):
         divisor = max(1, label_tokens)
         hidden_TD, router = self._hidden(batch, self._adapter.uses_router_loss, seed)
         head = self._adapter.head
-        sums = linear_cross_entropy(hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk)
+        sums = linear_cross_entropy(
+            hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk, kernels=self.kernels
+        )
         # A rank without labels contributes an exact zero, and still takes part in the backward.
         loss = sums.loss / divisor
         aux = torch.zeros_like(sums.loss)
@@ -175,7 +186,15 @@ class BraidedModel(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
         context = StepContext(
-            batch.layout, batch.rank, ring, ulysses, sequence, self.gated_delta, seed, batch.keys
+            batch.layout,
+            batch.rank,
+            ring,
+            ulysses,
+            sequence,
+            self.gated_delta,
+            seed,
+            batch.keys,
+            self.kernels,
         )
         return self._adapter.hidden(batch, context, with_router)
 

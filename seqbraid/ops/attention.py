@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 
 from .blocks import BlockPlan, gaps, num_rows
+from .kernels import DEFAULT, Kernels
 from .merge import Rows, add_rows, merge_rows
 from .streams import Calls, take_turns
 
 
 def block_attention(
-    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: BlockPlan, scale: float
+    q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: BlockPlan, scale: float, kernels: Kernels = DEFAULT
 ) -> tuple[Tensor, Tensor]:
     """Attention of every block; returns out `[T, H, D]` and its natural-log LSE `[H, T]`."""
-    return BlockForward(q_THD, k_SGD, v_SGD, plan, scale).start().finish()
+    return BlockForward(q_THD, k_SGD, v_SGD, plan, scale, kernels).start().finish()
 
 
 def merge_block_attention(
@@ -36,9 +37,10 @@ def merge_block_attention(
     v_SGD: Tensor,
     plan: BlockPlan,
     scale: float,
+    kernels: Kernels = DEFAULT,
 ) -> None:
     """Add blocks over further keys to an out and LSE, in place; out is rounded to what it is kept in."""
-    BlockForward(q_THD, k_SGD, v_SGD, plan, scale, adds=True).start().merge(out_THD, lse_HT, out_THD)
+    BlockForward(q_THD, k_SGD, v_SGD, plan, scale, kernels, adds=True).start().merge(out_THD, lse_HT, out_THD)
 
 
 def block_attention_backward(
@@ -50,12 +52,14 @@ def block_attention_backward(
     lse_HT: Tensor,
     plan: BlockPlan,
     scale: float,
+    kernels: Kernels = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v through these blocks, given the out and LSE of *all* keys that a query row saw.
 
     With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost.
     """
-    return BlockBackward(dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, plan, scale).start().finish()
+    backward = BlockBackward(dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, plan, scale, kernels)
+    return backward.start().finish()
 
 
 class BlockForward:
@@ -63,9 +67,9 @@ class BlockForward:
 
     def __init__(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, plan: BlockPlan, scale: float,
-        *, ahead: bool = False, adds: bool = False,
+        kernels: Kernels = DEFAULT, *, ahead: bool = False, adds: bool = False,
     ) -> None:  # fmt: skip
-        self._plan, self._groups = plan, plan.groups(q_THD, v_SGD)
+        self._plan, self._groups, self._kernels = plan, plan.groups(q_THD, v_SGD, kernels), kernels
         rows = [group.q_rows for group in self._groups]
         apart = take_turns(len(rows), q_THD, ahead)
         self._out = None if adds else _Whole(q_THD[..., : v_SGD.shape[2]], rows, apart)
@@ -96,7 +100,7 @@ class BlockForward:
         """
         with self._calls.results() as results:
             for group, (out, lse) in zip(self._groups, results, strict=True):
-                merge_rows(out_THD, lse_HT, group.q_rows, out, lse, into_THD)
+                merge_rows(out_THD, lse_HT, group.q_rows, out, lse, into_THD, self._kernels)
         _copy_gaps(out_THD, into_THD, self._plan.q_ranges)
 
 
@@ -105,12 +109,13 @@ class BlockBackward:
 
     def __init__(
         self, dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor,
-        plan: BlockPlan, scale: float, *, ahead: bool = False, adds: bool = False,
+        plan: BlockPlan, scale: float, kernels: Kernels = DEFAULT, *, ahead: bool = False,
+        adds: bool = False,
     ) -> None:  # fmt: skip
         # Most keys first: a sum that starts with all of them needs no zeros.
-        self._groups = sorted(plan.groups(q_THD, v_SGD), key=lambda group: -num_rows(group.k_rows))
+        self._groups = sorted(plan.groups(q_THD, v_SGD, kernels), key=lambda group: -num_rows(group.k_rows))
         q_rows, k_rows = [group.q_rows for group in self._groups], [group.k_rows for group in self._groups]
-        self._plan = plan
+        self._plan, self._kernels = plan, kernels
         apart = take_turns(len(q_rows), q_THD, ahead)
         self._dq = None if adds else _Whole(q_THD, q_rows, apart)
         self._dkv = [
@@ -148,7 +153,7 @@ class BlockBackward:
         """
         with self._calls.results() as results:
             for group, (dq, _, _) in zip(self._groups, results, strict=True):
-                add_rows(dq_THD, group.q_rows, dq, into_THD)
+                add_rows(dq_THD, group.q_rows, dq, into_THD, self._kernels)
             dk, dv = self._keys_and_values(results)
         _copy_gaps(dq_THD, into_THD, self._plan.q_ranges)
         return dk, dv

@@ -28,6 +28,7 @@ from .attention_kernels import (
     uses_varlen,
 )
 from .flash_impl import TORCH, FlashImpl, flash_impl
+from .kernels import DEFAULT, Kernels
 from .merge import Rows
 
 ROUND = 512
@@ -244,9 +245,11 @@ class BlockPlan:
         """Whether any block has a window."""
         return any(block.window is not None for block in self.blocks)
 
-    def groups(self, q_THD: Tensor, v_SGD: Tensor) -> list[DenseGroup | VarlenGroup]:
+    def groups(
+        self, q_THD: Tensor, v_SGD: Tensor, kernels: Kernels = DEFAULT
+    ) -> list[DenseGroup | VarlenGroup]:
         """The kernel calls for these tensors."""
-        impl = flash_impl(q_THD, v_SGD, self.windowed) if uses_varlen(q_THD, v_SGD) else None
+        impl = flash_impl(q_THD, v_SGD, self.windowed, kernels) if uses_varlen(q_THD, v_SGD) else None
         key = (q_THD.device, impl)
         if key not in self._groups:
             self._groups[key] = self._grouped(*key)

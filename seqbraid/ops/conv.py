@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .boundaries import Boundaries, as_boundaries
-from .fla_status import fla_status
+from .fla_status import fla_missing, fla_wrong
+from .kernels import DEFAULT, Candidate, Kernels, Op
 
 TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 """Numbers that are widened at a time: what stays near the caches of a CPU, what fills a GPU."""
@@ -59,6 +60,7 @@ def causal_conv(
     *,
     halo_NWC: Tensor | None = None,
     activation: str | None = "silu",
+    kernels: Kernels = DEFAULT,
 ) -> Tensor:
     """Each channel of each segment convolved with its own causal kernel; nothing crosses a boundary.
 
@@ -83,7 +85,7 @@ def causal_conv(
     if activation not in (None, "silu"):
         raise ValueError(f"activation {activation!r} is not known; use None or 'silu'")
 
-    if _takes_fla(x_TC, weight_CW):
+    if _takes_fla(x_TC, weight_CW, kernels):
         return _by_fla(x_TC, weight_CW, bias_C, cu, halo_NWC, activation)
     plan = ConvPlan.of(cu, width, x_TC.device)
     row_TC = weight_CW.new_zeros(plan.num_rows, channels)
@@ -98,11 +100,37 @@ def causal_conv(
     return F.pad(y_TC.to(x_TC.dtype), (0, 0, plan.start, num_tokens - plan.stop))
 
 
-def _takes_fla(x_TC: Tensor, weight_CW: Tensor) -> bool:
+class ConvNeed(NamedTuple):
+    """What a convolution is needed for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of width {self.width} on {self.device}"
+
+
+def _unfit(need: ConvNeed) -> str | None:
+    if need.device.type != "cuda":
+        return "its kernels need a GPU"
+    if need.dtype not in (torch.float16, torch.bfloat16):
+        return f"it is for 16-bit numbers, not {need.dtype}"
+    return "its kernels are at least 2 wide" if need.width < 2 else None
+
+
+CONVOLUTION = Op(
+    "convolution",
+    (Candidate("fla", _unfit, fla_missing, lambda need: fla_wrong(need.device)), Candidate("torch")),
+)
+
+
+def _takes_fla(x_TC: Tensor, weight_CW: Tensor, kernels: Kernels) -> bool:
     """Whether flash-linear-attention's kernel takes these tensors."""
-    if not x_TC.is_cuda or not len(x_TC) or x_TC.dtype != weight_CW.dtype or weight_CW.shape[1] < 2:
+    if not len(x_TC) or x_TC.dtype != weight_CW.dtype:
         return False
-    return x_TC.dtype in (torch.float16, torch.bfloat16) and fla_status(x_TC.device).usable
+    need = ConvNeed(x_TC.device, x_TC.dtype, weight_CW.shape[1])
+    return kernels.choose(CONVOLUTION, need) == "fla"
 
 
 @lru_cache(maxsize=16)

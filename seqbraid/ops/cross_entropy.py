@@ -5,12 +5,14 @@ Letters: C tokens, V vocabulary.
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .kernels import DEFAULT, Candidate, Kernels, Op
+from .triton_status import TRITON, RowsNeed
 
 
 class RowLosses(NamedTuple):
@@ -25,11 +27,13 @@ class RowLosses(NamedTuple):
     """
 
 
-def cross_entropy_rows(logits_CV: Tensor, targets_C: Tensor, gradient: bool) -> RowLosses:
+def cross_entropy_rows(
+    logits_CV: Tensor, targets_C: Tensor, gradient: bool, kernels: Kernels = DEFAULT
+) -> RowLosses:
     """Loss of each row and, if asked for, its gradient; the logits are gone afterwards."""
-    kernels = _fused_kernels(logits_CV)
-    if kernels is not None:
-        return RowLosses(*kernels.cross_entropy_rows(logits_CV, targets_C, gradient))
+    fused = _fused_kernels(logits_CV, kernels)
+    if fused is not None:
+        return RowLosses(*fused.cross_entropy_rows(logits_CV, targets_C, gradient))
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     # One buffer turns from logits to probabilities to the logits' gradient in place.
     buffer_CV, targets_C1 = logits_CV.to(wide), targets_C[:, None]
@@ -45,16 +49,14 @@ def cross_entropy_rows(logits_CV: Tensor, targets_C: Tensor, gradient: bool) -> 
     return RowLosses(loss_C, correct_C, buffer_CV.to(logits_CV.dtype))
 
 
-def _fused_kernels(logits: Tensor) -> ModuleType | None:
-    """One read and one write of the logits instead of ten passes, on a GPU with Triton."""
-    fits = logits.is_cuda and logits.dtype != torch.float64 and logits.is_contiguous()
-    return _triton_kernels() if fits else None
+LOSS = Op("loss", (TRITON, Candidate("torch")))
 
 
-@cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        from . import cross_entropy_triton
-    except ImportError:
+def _fused_kernels(logits: Tensor, kernels: Kernels) -> ModuleType | None:
+    """One read and one write of the logits instead of ten passes."""
+    fits = logits.is_cuda and logits.is_contiguous()
+    if not fits or kernels.choose(LOSS, RowsNeed(logits.device, logits.dtype)) != TRITON.name:
         return None
+    from . import cross_entropy_triton
+
     return cross_entropy_triton

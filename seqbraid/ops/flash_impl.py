@@ -9,7 +9,6 @@ own. That is why their lower functions are called; those with a derivative of th
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from .attention_kernels import (
     varlen_backward,
     varlen_forward,
 )
+from .kernels import Candidate, Kernels, Op
 
 TOLERANCE = 0.02
 """Relative error that 16-bit numbers explain; a dropped LSE gradient is off by 0.2 and more."""
@@ -43,30 +43,6 @@ class FlashImpl(NamedTuple):
 
 TORCH = FlashImpl("torch", varlen_forward, varlen_backward)
 """FlashAttention-2, which torch has inside; cuDNN is faster for long blocks."""
-
-
-class _Wish:
-    """What was asked for in this process."""
-
-    name: str | None = None
-
-
-def use_flash_attention(name: str | None) -> None:
-    """Say which implementation computes blocks on CUDA, in this process.
-
-    `None` (as at the start) is the newest that is installed; `"torch"` what torch itself has;
-    `"flash_attention_3"`, `"flash_attention_4"` or a kernel of the hub, such as
-    `"kernels-community/flash-attn3"`, what transformers loads under that name. A model that was loaded with
-    such an `attn_implementation` says it by itself.
-    """
-    if name is not None and name != "torch":
-        if not names_flash_impl(name) and "/" not in name:
-            raise ValueError(
-                f"{name!r} is no implementation of attention blocks; use 'torch', 'flash_attention_3', "
-                "'flash_attention_4' or a kernel of the hub as 'owner/name'"
-            )
-        _loaded(name)
-    _Wish.name = name
 
 
 def names_flash_impl(attn_implementation: str | None) -> bool:
@@ -93,44 +69,75 @@ class Kind(NamedTuple):
         return f"{self.dtype} heads of {self.size}{window} on {self.device}"
 
 
-def flash_impl(q_THD: Tensor, k_SGD: Tensor, windowed: bool = False) -> FlashImpl:
+def flash_impl(q_THD: Tensor, k_SGD: Tensor, windowed: bool, kernels: Kernels) -> FlashImpl:
     """What computes blocks of these heads, after a look at its results."""
-    if _Wish.name == "torch" or not q_THD.is_cuda:
-        return TORCH
     kind = Kind(q_THD.device, q_THD.dtype, q_THD.shape[1] // k_SGD.shape[1], q_THD.shape[2], windowed)
-    return _installed(kind) if _Wish.name is None else _checked(_Wish.name, kind)
+    name = kernels.choose(ATTENTION, kind)
+    return TORCH if name == TORCH.name else _loaded(name)
+
+
+def _candidate(name: str, is_installed: Callable[[], bool] | None = None) -> Candidate:
+    """A package or a kernel of the Hub; where we know how, it is not loaded to see whether it is there."""
+
+    def missing() -> str | None:
+        if is_installed is not None and not is_installed():
+            return f"{name} is not installed; pip install 'seqbraid[flash]', or flash-attn-3 on Hopper"
+        try:
+            _loaded(name)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    return Candidate(name, _unfit, missing, lambda kind: flaw(name, kind))
+
+
+def _unfit(kind: Kind) -> str | None:
+    if kind.device.type != "cuda":
+        return "its kernels need a GPU"
+    if kind.dtype not in (torch.float16, torch.bfloat16):
+        return f"its kernels take 16-bit numbers, not {kind.dtype}"
+    return None
+
+
+def _has_3() -> bool:
+    from transformers.utils import is_flash_attn_3_available
+
+    return bool(is_flash_attn_3_available())
+
+
+def _has_4() -> bool:
+    from transformers.utils import is_flash_attn_4_available
+
+    return bool(is_flash_attn_4_available())
+
+
+def _other(name: str) -> Candidate | None:
+    """Kernels that transformers loads under other names, from the Hub."""
+    return _candidate(name) if names_flash_impl(name) or "/" in name else None
+
+
+ATTENTION = Op(
+    "attention",
+    (
+        _candidate("flash_attention_4", _has_4),
+        _candidate("flash_attention_3", _has_3),
+        Candidate(TORCH.name),
+    ),
+    _other,
+)
 
 
 @cache
-def _installed(kind: Kind) -> FlashImpl:
-    """The newest installed implementation that is right."""
-    from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
-
-    for name, is_there in (
-        ("flash_attention_4", is_flash_attn_4_available),
-        ("flash_attention_3", is_flash_attn_3_available),
-    ):
-        if is_there():
-            try:
-                return _checked(name, kind)
-            except ValueError as error:
-                warnings.warn(f"{error}; torch's own kernels are used instead", stacklevel=2)
-    return TORCH
-
-
-@cache
-def _checked(name: str, kind: Kind) -> FlashImpl:
+def flaw(name: str, kind: Kind) -> str | None:
+    """What is wrong with the results of an implementation for such blocks; None if nothing is."""
     impl = _loaded(name)
     try:
         worst = _worst([block_error(impl, kind, *block) for block in BLOCKS])
     except Exception as error:
-        raise ValueError(f"{name} does not take {kind} ({type(error).__name__}: {error})") from error
+        return f"{name} does not take {kind} ({type(error).__name__}: {error})"
     if not worst <= TOLERANCE:
-        raise ValueError(
-            f"{name} is off by {worst:.3f} for {kind} (at most {TOLERANCE} is rounding); update it, or call "
-            'use_flash_attention("torch")'
-        )
-    return impl
+        return f"{name} is off by {worst:.3f} for {kind} (at most {TOLERANCE} is rounding); update it"
+    return None
 
 
 @cache

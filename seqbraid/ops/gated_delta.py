@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .boundaries import Boundaries, as_boundaries
-from .fla_status import fla_status
+from .fla_status import fla_missing, fla_wrong
 from .gated_delta_chunks import Chunking, Chunks, chain, chain_backward, tile_backward
+from .kernels import DEFAULT, Candidate, Kernels, Op
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Of q, k, v, g, β and the initial states."""
@@ -202,24 +203,53 @@ def make_call(
     options: RuleOptions = DEFAULTS,
     kept: Sequence[Tensor] = (),
     opened: Sequence[int] = (),
+    kernels: Kernels = DEFAULT,
 ) -> RuleCall:
-    """The call on the kernels that these tensors are for; `opened` are the segments whose M and S0 are
+    """The call on the kernels that are chosen for these tensors; `opened` are the segments whose M and S0 are
     wanted.
     """
     _check_shapes(q_THK, k_THK, v_THV, g_TH, beta_TH, options.chunk_size)
     arguments = (q_THK, k_THK, v_THV, g_TH, beta_TH, cu_seqlens, options, kept, opened)
-    if not _takes_fla(k_THK, v_THV, options):
+    if not _takes_fla(k_THK, v_THV, options, kernels):
         return GatedDeltaCall(*arguments)
     from .gated_delta_fla import FlaGatedDeltaCall
 
     return FlaGatedDeltaCall(*arguments)
 
 
-def _takes_fla(k: Tensor, v: Tensor, options: RuleOptions) -> bool:
-    """Whether flash-linear-attention's kernels take these heads: 16-bit numbers on a GPU, usual sizes."""
-    sizes = (k.shape[2], v.shape[2])
-    fits = v.dtype in (torch.float16, torch.bfloat16) and all(n % 16 == 0 and n <= 128 for n in sizes)
-    return v.is_cuda and fits and len(v) > 0 and options.chunk_size == 64 and fla_status(v.device).usable
+class RuleNeed(NamedTuple):
+    """What the rule is needed for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    key_dim: int
+    value_dim: int
+    chunk_size: int = DEFAULTS.chunk_size
+
+    def __str__(self) -> str:
+        return f"{self.dtype} heads of {self.key_dim} and {self.value_dim} on {self.device}"
+
+
+def _unfit(need: RuleNeed) -> str | None:
+    if need.device.type != "cuda":
+        return "its kernels need a GPU"
+    if need.dtype not in (torch.float16, torch.bfloat16):
+        return f"it is for 16-bit numbers, not {need.dtype}"
+    if any(n % 16 or n > 128 for n in (need.key_dim, need.value_dim)):
+        return "its heads are multiples of 16 up to 128"
+    return None if need.chunk_size == 64 else "its chunks have 64 tokens"
+
+
+RULE = Op(
+    "gated_delta",
+    (Candidate("fla", _unfit, fla_missing, lambda need: fla_wrong(need.device)), Candidate("torch")),
+)
+
+
+def _takes_fla(k: Tensor, v: Tensor, options: RuleOptions, kernels: Kernels) -> bool:
+    """Whether flash-linear-attention's kernels take these heads."""
+    need = RuleNeed(v.device, v.dtype, k.shape[2], v.shape[2], options.chunk_size)
+    return len(v) > 0 and kernels.choose(RULE, need) == "fla"
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int) -> None:
@@ -253,11 +283,12 @@ class _GatedDelta(torch.autograd.Function):
         initial: Tensor | None,
         cu: Boundaries,
         options: RuleOptions,
+        kernels: Kernels,
     ) -> tuple[Tensor, Tensor]:
-        call = make_call(q, k, v, g, beta, cu, options)
+        call = make_call(q, k, v, g, beta, cu, options, kernels=kernels)
         out, final = call.forward(initial)
         ctx.save_for_backward(q, k, v, g, beta, initial, *call.kept)
-        ctx.cu, ctx.options = as_boundaries(cu, len(v)), options
+        ctx.cu, ctx.options, ctx.kernels = as_boundaries(cu, len(v)), options, kernels
         return out, final
 
     @staticmethod
@@ -265,9 +296,9 @@ class _GatedDelta(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
         # Asked for once: a checkpointed call computes them again when they are.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
-        call = make_call(q, k, v, g, beta, ctx.cu, ctx.options, kept)
+        call = make_call(q, k, v, g, beta, ctx.cu, ctx.options, kept, kernels=ctx.kernels)
         *grads, dinitial = call.backward(dout, initial, dfinal)
-        return *grads, None if initial is None else dinitial.to(initial.dtype), None, None
+        return *grads, None if initial is None else dinitial.to(initial.dtype), None, None, None
 
 
 def gated_delta_rule(
@@ -282,6 +313,7 @@ def gated_delta_rule(
     scale: float | None = None,
     qk_l2norm: bool = True,
     chunk_size: int = 64,
+    kernels: Kernels = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """The outputs and final states of all segments, each run from its own initial state (zeros when absent).
 
@@ -298,6 +330,7 @@ def gated_delta_rule(
         initial_state_NHKV,
         cu_seqlens,
         RuleOptions(scale, qk_l2norm, chunk_size),
+        kernels,
     )
     return out_THV, final_state_NHKV
 

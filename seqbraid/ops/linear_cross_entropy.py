@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .cross_entropy import cross_entropy_rows
+from .kernels import DEFAULT, Kernels
 
 IGNORE = -100
 """The target of a token that has none."""
@@ -37,6 +38,7 @@ def linear_cross_entropy(
     bias_V: Tensor | None = None,
     chunk_tokens: int | None = None,
     weight_sums: torch.dtype | None = None,
+    kernels: Kernels = DEFAULT,
 ) -> LossSums:
     """Sum of `cross_entropy(hidden @ weight.T + bias, target)` over tokens whose target is not −100.
 
@@ -51,7 +53,7 @@ def linear_cross_entropy(
     if chunk_tokens is None:
         chunk_tokens = default_chunk(*weight_VD.shape)
     loss, correct = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, weight_VD, bias_V, targets_T, chunk_tokens, weight_sums or _sum_dtype(hidden_TD)
+        hidden_TD, weight_VD, bias_V, targets_T, chunk_tokens, weight_sums or _sum_dtype(hidden_TD), kernels
     )
     return LossSums(loss, correct)
 
@@ -74,6 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_T: Tensor,
         chunk_tokens: int,
         weight_sums: torch.dtype,
+        kernels: Kernels,
     ) -> tuple[Tensor, Tensor]:
         acc = _sum_dtype(hidden_TD)
         rows_L = (targets_T != IGNORE).nonzero().squeeze(1)
@@ -88,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_CD = hidden_TD[rows_C]
             logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
             rows = cross_entropy_rows(
-                logits_CV, targets_T[rows_C], needs_hidden or needs_weight or needs_bias
+                logits_CV, targets_T[rows_C], needs_hidden or needs_weight or needs_bias, kernels
             )
             del logits_CV
             loss += rows.loss_C.sum()
@@ -118,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight_VD = _scaled(dweight_VD, dloss, ctx.weight_dtype)
         if dbias_V is not None:
             dbias_V = _scaled(dbias_V, dloss, ctx.weight_dtype)
-        return dhidden_TD, dweight_VD, dbias_V, None, None, None
+        return dhidden_TD, dweight_VD, dbias_V, None, None, None, None
 
 
 def _add_product(total_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:

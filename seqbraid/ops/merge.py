@@ -8,25 +8,33 @@ reads 16-bit numbers and the last writes them, and only what lies between is wid
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from .kernels import DEFAULT, Candidate, Kernels, Op
+from .triton_status import TRITON, RowsNeed
 
 Rows = slice | Tensor
 """Rows of a tensor: a slice where they lie side by side, else indices."""
 
 
 def merge_rows(
-    out_THD: Tensor, lse_HT: Tensor, rows: Rows, part_nHD: Tensor, part_lse_Hn: Tensor, into_THD: Tensor
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    rows: Rows,
+    part_nHD: Tensor,
+    part_lse_Hn: Tensor,
+    into_THD: Tensor,
+    kernels: Kernels = DEFAULT,
 ) -> None:
     """Write these rows' out of the old and the new keys together to `into`, which may be `out` itself; the
     LSE changes in place.
     """
-    kernels = _fused_kernels(out_THD, into_THD)
-    if kernels is not None:
-        kernels.merge_rows(out_THD, lse_HT, rows, part_nHD.contiguous(), part_lse_Hn.contiguous(), into_THD)
+    fused = _fused_kernels(out_THD, into_THD, kernels)
+    if fused is not None:
+        fused.merge_rows(out_THD, lse_HT, rows, part_nHD.contiguous(), part_lse_Hn.contiguous(), into_THD)
         return
     before = lse_HT[:, rows]
     after = torch.logaddexp(before, part_lse_Hn)
@@ -37,26 +45,25 @@ def merge_rows(
     lse_HT[:, rows] = after
 
 
-def add_rows(total_THD: Tensor, rows: Rows, part_nHD: Tensor, into_THD: Tensor) -> None:
+def add_rows(
+    total_THD: Tensor, rows: Rows, part_nHD: Tensor, into_THD: Tensor, kernels: Kernels = DEFAULT
+) -> None:
     """Write the sum of these rows and a part to `into`, which may be `total` itself."""
-    kernels = _fused_kernels(total_THD, into_THD)
-    if kernels is not None:
-        kernels.add_rows(total_THD, rows, part_nHD.contiguous(), into_THD)
+    fused = _fused_kernels(total_THD, into_THD, kernels)
+    if fused is not None:
+        fused.add_rows(total_THD, rows, part_nHD.contiguous(), into_THD)
         return
     wide = torch.promote_types(torch.promote_types(total_THD.dtype, into_THD.dtype), torch.float32)
     into_THD[rows] = (total_THD[rows].to(wide) + part_nHD.to(wide)).to(into_THD.dtype)
 
 
-def _fused_kernels(x: Tensor, into: Tensor) -> ModuleType | None:
-    """One pass over memory instead of several, on a GPU with Triton; float64 is not for it."""
-    fits = x.is_cuda and x.dtype != torch.float64 and x.is_contiguous() and into.is_contiguous()
-    return _triton_kernels() if fits else None
+MERGE = Op("merge", (TRITON, Candidate("torch")))
 
 
-@cache
-def _triton_kernels() -> ModuleType | None:
-    try:
-        from . import merge_triton
-    except ImportError:
+def _fused_kernels(x: Tensor, into: Tensor, kernels: Kernels) -> ModuleType | None:
+    fits = x.is_cuda and x.is_contiguous() and into.is_contiguous()
+    if not fits or kernels.choose(MERGE, RowsNeed(x.device, x.dtype)) != TRITON.name:
         return None
+    from . import merge_triton
+
     return merge_triton

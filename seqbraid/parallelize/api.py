@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from ..comm.consensus import agree
 from ..mesh import Mesh
 from ..models.braided import BraidedModel, config_values
+from ..ops.kernels import KernelOptions
 from .fsdp import check_compute_dtype, shard_parameters
 from .memory import MemoryOptions, apply_memory_options
 
@@ -20,6 +21,7 @@ def parallelize(
     gated_delta: str = "auto",
     memory: MemoryOptions | None = None,
     compute_dtype: torch.dtype | None = None,
+    kernels: KernelOptions | None = None,
 ) -> BraidedModel:
     """Put a stock model on the mesh; refuses, before anything is changed, a model that we could not keep
     exact.
@@ -32,6 +34,8 @@ def parallelize(
         memory: switches that trade time for memory; the gradient stays what it is.
         compute_dtype: `torch.bfloat16` to compute in 16 bits with float32 parameters and float32 sums of
             gradients; the parameters' own type when left out.
+        kernels: which kernels compute attention, the gated delta rule, the loss; by default the first of each
+            that is installed, fits and is right (`seqbraid doctor` lists them).
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -49,8 +53,8 @@ def parallelize(
     try:
         check_model(model, mesh)
         check_compute_dtype(model, compute_dtype)
-        alike = _alike(model, gated_delta, memory, compute_dtype)
-        braided = BraidedModel(model, mesh, gated_delta)
+        alike = _alike(model, gated_delta, memory, compute_dtype, kernels)
+        braided = BraidedModel(model, mesh, gated_delta, kernels)
         apply_memory_options(braided, memory)
     except Exception as problem:
         error = problem
@@ -81,7 +85,11 @@ def check_model(model: Any, mesh: Mesh) -> None:
 
 
 def _alike(
-    model: PreTrainedModel, gated_delta: str, memory: MemoryOptions, compute_dtype: torch.dtype | None
+    model: PreTrainedModel,
+    gated_delta: str,
+    memory: MemoryOptions,
+    compute_dtype: torch.dtype | None,
+    kernels: KernelOptions | None,
 ) -> dict[str, Any]:
     """Ranks that compute another model, other layers again, or in another type, would wait for each other."""
     return {
@@ -89,6 +97,7 @@ def _alike(
         "config": config_values(model.config.get_text_config()),
         "gated_delta": gated_delta,
         "memory": repr(memory),
+        "kernels": repr(kernels or KernelOptions()),
         "compute_dtype": str(compute_dtype),
         "the parameter": {
             name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()

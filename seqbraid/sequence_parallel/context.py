@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm.group import Group
 from ..layout import SequenceLayout
 from ..ops.blocks import BlockPlan
+from ..ops.kernels import DEFAULT, Kernels
 from .chain import ChainPlan
 from .gated_delta_bytes import HeadSizes, choose
 from .gated_delta_heads import HeadsPlan
@@ -45,6 +46,8 @@ class StepContext:
     """What the step's random numbers follow from, the same on every rank; None where nothing is random."""
     token_keys: Tensor | None = field(default=None, compare=False, repr=False)
     """`[T]`: what tells this rank's tokens from others when something is drawn for each."""
+    kernels: Kernels = DEFAULT
+    """What computes the model's ops."""
     mix: Callable[..., Tensor] = call
     """Calls a mixer, `mix(function, *args)`: a checkpoint that keeps what mixers give puts its own here, so
     that a layer that is computed again neither mixes nor talks again.

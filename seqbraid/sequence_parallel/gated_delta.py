@@ -24,6 +24,7 @@ from ..comm.group import Group
 from ..comm.rows import exchange_rows
 from ..ops.conv import causal_conv
 from ..ops.gated_delta import make_call
+from ..ops.kernels import DEFAULT, Kernels
 from .chain import ChainPlan, ScanPlan
 from .context import StepContext
 from .gated_delta_bytes import HeadSizes
@@ -38,14 +39,20 @@ def gated_delta_mixing(
     method = context.gated_delta_method(HeadSizes.of(layer), mixed_TC.element_size())
     if method == "heads":
         heads_plan = context.heads_plan(mixed_TC.device)
-        return mixing_by_heads(mixed_TC, b_TH, a_TH, layer, heads_plan, context.sequence)
+        return mixing_by_heads(mixed_TC, b_TH, a_TH, layer, heads_plan, context.sequence, context.kernels)
     assert method == "states", method
     chain_plan = context.chain_plan(mixed_TC.device)
-    return mixing_by_states(mixed_TC, b_TH, a_TH, layer, chain_plan, context.sequence)
+    return mixing_by_states(mixed_TC, b_TH, a_TH, layer, chain_plan, context.sequence, context.kernels)
 
 
 def mixing_by_states(
-    mixed_TC: Tensor, b_TH: Tensor, a_TH: Tensor, layer: GatedDeltaLayer, plan: ChainPlan, group: Group
+    mixed_TC: Tensor,
+    b_TH: Tensor,
+    a_TH: Tensor,
+    layer: GatedDeltaLayer,
+    plan: ChainPlan,
+    group: Group,
+    kernels: Kernels = DEFAULT,
 ) -> Tensor:
     """Each rank mixes its own tokens; halos of the convolution and states travel. Any number of heads."""
     mixed_TC, b_TH, a_TH = (plan.compact(x) for x in (mixed_TC, b_TH, a_TH))
@@ -56,9 +63,11 @@ def mixing_by_states(
         plan.cu,
         halo_NWC=_halo(mixed_TC, layer.conv_weight_CW.shape[1], plan, group),
         activation=layer.activation,
+        kernels=kernels,
     )
     q, k, v = layer.split(mixed_TC)
-    return plan.spread(rule_with_states(q, k, v, layer.log_decay(a_TH), b_TH.sigmoid(), plan, group))
+    g_TH, beta_TH = layer.log_decay(a_TH), b_TH.sigmoid()
+    return plan.spread(rule_with_states(q, k, v, g_TH, beta_TH, plan, group, kernels))
 
 
 def _halo(mixed_TC: Tensor, width: int, plan: ChainPlan, group: Group) -> Tensor | None:
@@ -73,19 +82,37 @@ def _halo(mixed_TC: Tensor, width: int, plan: ChainPlan, group: Group) -> Tensor
 
 
 def rule_with_states(
-    q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, g_TH: Tensor, beta_TH: Tensor, plan: ChainPlan, group: Group
+    q_THK: Tensor,
+    k_THK: Tensor,
+    v_THV: Tensor,
+    g_TH: Tensor,
+    beta_TH: Tensor,
+    plan: ChainPlan,
+    group: Group,
+    kernels: Kernels = DEFAULT,
 ) -> Tensor:
     """The gated delta rule on the real tokens of this rank, each segment from the state its chain brings."""
-    out_THV: Tensor = _RuleWithStates.apply(q_THK, k_THK, v_THV, g_TH, beta_TH, plan, group)  # type: ignore[no-untyped-call]
+    out_THV: Tensor = _RuleWithStates.apply(  # type: ignore[no-untyped-call]
+        q_THK, k_THK, v_THV, g_TH, beta_TH, plan, group, kernels
+    )
     return out_THV
 
 
 class _RuleWithStates(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ChainPlan, group: Group
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        plan: ChainPlan,
+        group: Group,
+        kernels: Kernels,
     ) -> Tensor:
-        call, scan = make_call(q, k, v, g, beta, plan.cu, opened=plan.opened), plan.forward
+        call = make_call(q, k, v, g, beta, plan.cu, opened=plan.opened, kernels=kernels)
+        scan = plan.forward
         _, S0_first = call.summaries(scan.firsts, with_transition=False)
         M, S0 = call.summaries(scan.others, with_transition=True)
         assert M is not None
@@ -94,7 +121,7 @@ class _RuleWithStates(torch.autograd.Function):
         out, _ = call.forward(_of_all(entering_EHKV, scan, plan))
         # M is the size of a state, and its second computation would cost as much as the rule.
         ctx.save_for_backward(q, k, v, g, beta, M, entering_EHKV, *call.kept)
-        ctx.plan, ctx.group = plan, group
+        ctx.plan, ctx.group, ctx.kernels = plan, group, kernels
         return out
 
     @staticmethod
@@ -102,13 +129,13 @@ class _RuleWithStates(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, beta, M, entering_EHKV, *kept = ctx.saved_tensors
         plan: ChainPlan = ctx.plan
-        call = make_call(q, k, v, g, beta, plan.cu, kept=kept, opened=plan.opened)
+        call = make_call(q, k, v, g, beta, plan.cu, kept=kept, opened=plan.opened, kernels=ctx.kernels)
         scan = plan.backward
         dS_in = call.entering_gradients(dout, [*scan.firsts, *scan.others])
         arrived = _exchange(M.mT, dS_in, scan, ctx.group, "gated delta states gradient")
         initial = _of_all(entering_EHKV, plan.forward, plan)
         *grads, _ = call.backward(dout, initial, _of_all(_scan(*arrived, scan), scan, plan))
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def _exchange(M: Tensor, S0: Tensor, scan: ScanPlan, group: Group, name: str) -> tuple[Tensor, Tensor]:

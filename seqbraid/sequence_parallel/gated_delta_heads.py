@@ -21,6 +21,7 @@ from ..comm.group import Group
 from ..layout import SequenceLayout
 from ..ops.conv import causal_conv
 from ..ops.gated_delta import gated_delta_rule
+from ..ops.kernels import DEFAULT, Kernels
 from .gated_delta_layer import GatedDeltaLayer
 from .ulysses import tokens_for_heads
 
@@ -123,7 +124,13 @@ class HeadsPlan:
 
 
 def mixing_by_heads(
-    mixed_TC: Tensor, b_TH: Tensor, a_TH: Tensor, layer: GatedDeltaLayer, plan: HeadsPlan, group: Group
+    mixed_TC: Tensor,
+    b_TH: Tensor,
+    a_TH: Tensor,
+    layer: GatedDeltaLayer,
+    plan: HeadsPlan,
+    group: Group,
+    kernels: Kernels = DEFAULT,
 ) -> Tensor:
     """The rule's outputs `[T, H, V]` for this rank's slots, whole sequences to every head; padding gets 0."""
     assert mixed_TC.dtype == b_TH.dtype == a_TH.dtype and len(plan.open_tokens) == group.size
@@ -134,7 +141,7 @@ def mixing_by_heads(
         arrived = _heads_for_tokens(*_select(plan.open_rows_n, mixed_TC, b_TH, a_TH), layer, plan, group)
         widths = [sum(own.widths), own.num_value_heads, own.num_value_heads]
         mixed, b, a = arrived.index_select(0, plan.sequence_order_N).split(widths, dim=1)
-        out_NHV = _mix_whole_sequences(mixed, b, a, own, plan.open_cu)
+        out_NHV = _mix_whole_sequences(mixed, b, a, own, plan.open_cu, kernels)
         out_NHV = out_NHV.index_select(0, plan.arrival_order_N)
         rows.append(plan.open_rows_n)
         outs.append(tokens_for_heads(out_NHV, plan.open_tokens, group, EXCHANGE))
@@ -142,7 +149,7 @@ def mixing_by_heads(
         # Also where there is nothing but padding, so that every parameter gets a gradient on every rank.
         rows.append(plan.home_rows)
         home = _select(plan.home_rows, mixed_TC, b_TH, a_TH)
-        outs.append(_mix_whole_sequences(*home, layer, plan.home_cu))
+        outs.append(_mix_whole_sequences(*home, layer, plan.home_cu, kernels))
     out_THV = mixed_TC.new_zeros(len(mixed_TC), layer.num_value_heads, layer.value_dim)
     return out_THV.index_copy(0, torch.cat(rows), torch.cat(outs))
 
@@ -170,12 +177,17 @@ def _heads_for_tokens(
 
 
 def _mix_whole_sequences(
-    mixed_TC: Tensor, b_TH: Tensor, a_TH: Tensor, layer: GatedDeltaLayer, cu: tuple[int, ...]
+    mixed_TC: Tensor,
+    b_TH: Tensor,
+    a_TH: Tensor,
+    layer: GatedDeltaLayer,
+    cu: tuple[int, ...],
+    kernels: Kernels,
 ) -> Tensor:
     """Convolution and rule over sequences that are all here, from their first token to their last."""
     convolved_TC = causal_conv(
-        mixed_TC, layer.conv_weight_CW, layer.conv_bias_C, cu, activation=layer.activation
+        mixed_TC, layer.conv_weight_CW, layer.conv_bias_C, cu, activation=layer.activation, kernels=kernels
     )
     q, k, v = layer.split(convolved_TC)
-    out_THV, _ = gated_delta_rule(q, k, v, layer.log_decay(a_TH), b_TH.sigmoid(), cu)
+    out_THV, _ = gated_delta_rule(q, k, v, layer.log_decay(a_TH), b_TH.sigmoid(), cu, kernels=kernels)
     return out_THV

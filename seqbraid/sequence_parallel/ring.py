@@ -25,6 +25,7 @@ from ..ops.attention import (
     sink_gradient,
 )
 from ..ops.blocks import BlockPlan
+from ..ops.kernels import DEFAULT, Kernels
 from .ring_plan import Message, RingPlan, RingRound
 
 
@@ -36,12 +37,15 @@ def ring_attention(
     group: Group,
     scale: float,
     sink_H: Tensor | None = None,
+    kernels: Kernels = DEFAULT,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of all ranks, as the plan has it; differentiable.
 
     `sink_H` are learned logits of a key that holds nothing.
     """
-    out: Tensor = _RingAttention.apply(q_THD, k_TGD, v_TGD, sink_H, plan, group, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
+        q_THD, k_TGD, v_TGD, sink_H, plan, group, scale, kernels
+    )
     return out
 
 
@@ -56,33 +60,35 @@ class _RingAttention(torch.autograd.Function):
         plan: RingPlan,
         group: Group,
         scale: float,
+        kernels: Kernels,
     ) -> Tensor:
-        out, lse = ring_forward(q, k, v, plan, scale, Keys(k, v, plan, group, "ring"))
+        out, lse = ring_forward(q, k, v, plan, scale, Keys(k, v, plan, group, "ring"), kernels)
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, out, lse, sink)
-        ctx.plan, ctx.group, ctx.scale = plan, group, scale
+        ctx.plan, ctx.group, ctx.scale, ctx.kernels = plan, group, scale, kernels
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink = ctx.saved_tensors
         keys = Keys(k, v, ctx.plan, ctx.group, "ring again")
-        gradients = ring_backward(dout, q, k, v, out, lse, ctx.plan, ctx.scale, keys, Gradients(ctx.group))
+        home = Gradients(ctx.group)
+        gradients = ring_backward(dout, q, k, v, out, lse, ctx.plan, ctx.scale, keys, home, ctx.kernels)
         dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
-        return *gradients, dsink, None, None, None
+        return *gradients, dsink, None, None, None, None
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, scale: float, keys: Keys
+    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, scale: float, keys: Keys, kernels: Kernels = DEFAULT
 ) -> tuple[Tensor, Tensor]:
     """Out and LSE of this rank's queries over its own keys and those that come in."""
     if not plan.rounds:
-        return block_attention(q, k, v, plan.local, scale)
+        return block_attention(q, k, v, plan.local, scale, kernels)
     shared = slice(plan.num_shared)
     calls = _in_turn(
-        BlockForward(q, k, v, plan.local, scale, ahead=True),
-        lambda k, v, blocks: BlockForward(q[shared], k, v, blocks, scale, ahead=True, adds=True),
+        BlockForward(q, k, v, plan.local, scale, kernels, ahead=True),
+        lambda k, v, blocks: BlockForward(q[shared], k, v, blocks, scale, kernels, ahead=True, adds=True),
         plan,
         keys,
     )
@@ -96,16 +102,16 @@ def ring_forward(
 
 def ring_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: RingPlan, scale: float,
-    keys: Keys, home: Gradients,
+    keys: Keys, home: Gradients, kernels: Kernels = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's queries, keys and values; those of other ranks' keys are sent home."""
     if not plan.rounds:
-        return block_attention_backward(dout, q, k, v, out, lse, plan.local, scale)
+        return block_attention_backward(dout, q, k, v, out, lse, plan.local, scale, kernels)
     shared = slice(plan.num_shared)
     rows, seen = (dout[shared], q[shared]), (out[shared], lse[:, shared].contiguous())
     calls = _in_turn(
-        BlockBackward(dout, q, k, v, out, lse, plan.local, scale, ahead=True),
-        lambda k, v, blocks: BlockBackward(*rows, k, v, *seen, blocks, scale, ahead=True, adds=True),
+        BlockBackward(dout, q, k, v, out, lse, plan.local, scale, kernels, ahead=True),
+        lambda k, v, blocks: BlockBackward(*rows, k, v, *seen, blocks, scale, kernels, ahead=True, adds=True),
         plan,
         keys,
     )

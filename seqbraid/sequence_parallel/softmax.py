@@ -25,7 +25,7 @@ def softmax_attention(
     if context.ulysses.size == 1:
         ratio = q_THD.shape[1] / k_TGD.shape[1]
         plan = context.ring_plan(window, shared=True, whole=True, query_heads=ratio)
-        return ring_attention(q_THD, k_TGD, v_TGD, plan, context.ring, scale, sink_H)
+        return ring_attention(q_THD, k_TGD, v_TGD, plan, context.ring, scale, sink_H, context.kernels)
     # Shared tokens change hands; sequences that live whole on this rank stay, with all their heads.
     shared = context.layout.num_shared_tokens(context.rank)
     parts = []
@@ -37,10 +37,10 @@ def softmax_attention(
         sink = None if sink_H is None else sink_H[heads.query_heads(context.ulysses.rank)]
         ratio = q.shape[1] / k.shape[1]
         plan = context.ring_plan(window, shared=True, whole=False, query_heads=ratio)
-        out = ring_attention(q, k, v, plan, context.ring, scale, sink)
+        out = ring_attention(q, k, v, plan, context.ring, scale, sink, context.kernels)
         parts.append(tokens_for_heads(out, context.group_tokens, context.ulysses))
     if shared < len(q_THD):
         plan = context.ring_plan(window, shared=False, whole=True)
         q, k, v = q_THD[shared:], k_TGD[shared:], v_TGD[shared:]
-        parts.append(ring_attention(q, k, v, plan, context.ring, scale, sink_H))
+        parts.append(ring_attention(q, k, v, plan, context.ring, scale, sink_H, context.kernels))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from ..ops.kernels import KernelOptions
 from ..parallelize.memory import MemoryOptions
 from .checkpoint.choose import check_resume
 
@@ -162,9 +163,8 @@ class TrainConfig:
     precision: Literal["float32", "mixed", "bfloat16"] = "mixed"
     """`mixed`: float32 parameters, bfloat16 compute; `bfloat16`: bfloat16 parameters with float32 master
     weights in the optimizer."""
-    attention: str = "auto"
-    """What computes attention on a GPU: `auto` takes FlashAttention-4 or -3 where installed, `torch` what
-    torch has, `flash_attention_3`, `flash_attention_4` or a kernel of the hub (`owner/name`) that one."""
+    kernels: KernelOptions = field(default_factory=KernelOptions)
+    """What computes attention, the gated delta rule, the loss; `seqbraid doctor` lists what is there."""
     gated_delta: Literal["auto", "states", "heads"] = "auto"
     """How gated-delta layers talk over `ring × ulysses`."""
     freeze: list[str] = field(default_factory=list)

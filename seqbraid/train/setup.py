@@ -19,7 +19,6 @@ from ..data.source import Source, open_source
 from ..data.together import raised_by_all
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
-from ..ops.flash_impl import use_flash_attention
 from ..parallelize.api import parallelize
 from ..parallelize.weights import spread_weights
 from ..verify.tiny_processor import tiny_training_model
@@ -114,7 +113,6 @@ def load_model_processor(name: str) -> Any:
 def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel:
     """The model on the mesh, as the configuration wants it; the first rank alone reads the weights."""
     with raised_by_all(mesh.cpu_group):
-        use_flash_attention(None if config.attention == "auto" else config.attention)
         source = load_model(config) if mesh.rank == 0 else None
         shell = source.to(device) if mesh.world_size == 1 else load_model(config, weights=False)
     model = parallelize(
@@ -122,6 +120,7 @@ def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel
         mesh,
         gated_delta=config.gated_delta,
         memory=config.memory,
+        kernels=config.kernels,
         compute_dtype=torch.bfloat16 if config.precision == "mixed" else None,
     )
     if mesh.world_size > 1:

@@ -42,8 +42,8 @@ def verdict(mesh: dict[str, int], mode: str) -> tuple[bool, object, int, int]:
         patch.setattr(gated_delta_fla.FlaGatedDeltaCall, "forward", counted_rule)
         patch.setattr(conv, "_by_fla", counted_convolution)
         # As on a GPU in 16 bits; the kernels take float32 too.
-        patch.setattr(gated_delta, "_takes_fla", lambda k, v, options: len(v) > 0)
-        patch.setattr(conv, "_takes_fla", lambda x, weight: len(x) > 0)
+        patch.setattr(gated_delta, "_takes_fla", lambda k, v, options, kernels: len(v) > 0)
+        patch.setattr(conv, "_takes_fla", lambda x, weight, kernels: len(x) > 0)
         model = tiny_model("qwen3_5", **CHANGES)
         parity = check_parity(
             model, random_samples(LENGTHS, 97, seed=3), Mesh(**mesh), policy="zigzag", gated_delta=mode

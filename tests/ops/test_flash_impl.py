@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,11 +17,30 @@ import transformers.utils as transformers_utils
 
 from seqbraid.ops import flash_impl
 from seqbraid.ops.attention_kernels import DenseShape, VarlenShape
-from seqbraid.ops.flash_impl import TORCH, FlashImpl, names_flash_impl, use_flash_attention
+from seqbraid.ops.flash_impl import ATTENTION, TORCH, FlashImpl, names_flash_impl
+from seqbraid.ops.kernels import Candidate, KernelOptions, Kernels
+from seqbraid.ops.table import make_kernels
 from tests.plain import varlen_backward, varlen_forward
 
 KIND = flash_impl.Kind(torch.device("cpu"), torch.bfloat16, 2, 64, False)
 SCALE = 0.125
+
+
+def on_any_device(candidate: Candidate | None) -> Any:
+    """There is no GPU here; what stands in for a package runs on the CPU."""
+    return candidate and replace(candidate, unfit=lambda need: None)
+
+
+ANYWHERE = replace(
+    ATTENTION,
+    candidates=tuple(map(on_any_device, ATTENTION.candidates)),
+    other=lambda name: on_any_device(ATTENTION.other(name)),
+)
+
+
+def chosen(kind: flash_impl.Kind = KIND, attention: str = "auto") -> str:
+    """What a new model would take."""
+    return Kernels(KernelOptions(attention=attention)).choose(ANYWHERE, kind)
 
 
 def with_its_own_statistics(
@@ -114,9 +134,8 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, ModuleType]
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def clear() -> None:
-        for function in (flash_impl._installed, flash_impl._checked, flash_impl._loaded):
+        for function in (flash_impl.flaw, flash_impl._loaded):
             function.cache_clear()
-        use_flash_attention(None)
 
     monkeypatch.setattr(flash_utils, "lazy_import_flash_attention", lazy_import)
     for version in (3, 4):
@@ -171,7 +190,8 @@ def test_a_gradient_that_is_not_a_number_is_found(which: int) -> None:
 )
 def test_a_package_is_called_by_its_own_names(name: str, package: Any, windowed: bool, load: Any) -> None:
     load(name, package())
-    impl = flash_impl._checked(name, KIND._replace(windowed=windowed))
+    assert chosen(KIND._replace(windowed=windowed), name) == name
+    impl = flash_impl._loaded(name)
     generator = torch.Generator().manual_seed(1)
     q, k, v, dout = (
         torch.randn(2 * 30, h, 64, dtype=torch.float64, generator=generator) for h in (4, 2, 2, 4)
@@ -192,25 +212,21 @@ def test_a_package_is_called_by_its_own_names(name: str, package: Any, windowed:
 
 
 def test_the_newest_installed_package_is_taken(load: Any) -> None:
-    assert flash_impl._installed(KIND) is TORCH
-    flash_impl._installed.cache_clear()
+    assert chosen() == TORCH.name
     load("flash_attention_3", package_3())
-    assert flash_impl._installed(KIND).name == "flash_attention_3"
-    flash_impl._installed.cache_clear()
+    assert chosen() == "flash_attention_3"
     load("flash_attention_4", package_4())
-    assert flash_impl._installed(KIND).name == "flash_attention_4"
+    assert chosen() == "flash_attention_4"
 
 
 def test_an_installed_package_that_is_wrong_is_left_alone(load: Any) -> None:
     wrong = package_4()
     wrong._flash_attn_bwd = lambda q, k, v, *rest, **of: (q, k, v)  # type: ignore[attr-defined]
     load("flash_attention_4", wrong)
-    with pytest.warns(
-        UserWarning, match=r"flash_attention_4 is off by .*torch's own kernels are used instead"
-    ):
-        assert flash_impl._installed(KIND) is TORCH
-    with pytest.raises(ValueError, match=r"is off by .* heads of 64 .*use_flash_attention"):
-        flash_impl._checked("flash_attention_4", KIND)
+    with pytest.warns(UserWarning, match=r"used for attention: flash_attention_4 is off by .*heads of 64"):
+        assert chosen() == TORCH.name
+    with pytest.raises(ValueError, match=r"attention='flash_attention_4' cannot be used: .* is off by"):
+        chosen(attention="flash_attention_4")
 
 
 def test_an_installed_package_that_fails_is_left_alone(load: Any) -> None:
@@ -222,23 +238,36 @@ def test_an_installed_package_that_fails_is_left_alone(load: Any) -> None:
     load("flash_attention_4", failing)
     load("flash_attention_3", package_3())
     with pytest.warns(UserWarning, match="does not take torch.bfloat16 heads of 64 .*not supported"):
-        assert flash_impl._installed(KIND).name == "flash_attention_3"
+        assert chosen() == "flash_attention_3"
 
 
 def test_what_cannot_be_had_is_refused_when_it_is_asked_for(load: Any) -> None:
+    def wish(name: str) -> None:
+        make_kernels(KernelOptions(attention=name))
+
     with pytest.raises(
-        ValueError, match="'eager' is no implementation of attention blocks; use 'torch', 'flash"
+        ValueError,
+        match=r"attention='eager' is no kernel for it; use one of 'auto', 'flash.*'torch'",
     ):
-        use_flash_attention("eager")
-    with pytest.raises(ValueError, match=r"'flash_attention_4' cannot be loaded .*install flash-attn-4"):
-        use_flash_attention("flash_attention_4")
+        wish("eager")
+    with pytest.raises(ValueError, match=r"'flash_attention_4' cannot be used: .*not installed; pip install"):
+        wish("flash_attention_4")
     load("kernels-community/vllm-flash-attn3", with_functions(ModuleType("stand_in_without_backward")))
     without_varlen = ModuleType("stand_in_without_varlen")
     without_varlen.flash_attn_varlen_func = None  # type: ignore[attr-defined]
     load("somebody/attention", without_varlen)
     for name in ("kernels-community/vllm-flash-attn3", "somebody/attention"):
         with pytest.raises(ValueError, match="no forward that gives an LSE"):
-            use_flash_attention(name)
+            wish(name)
+
+
+def test_a_model_loaded_with_flash_attention_wishes_for_it(load: Any) -> None:
+    load("flash_attention_3", package_3())
+    load("flash_attention_4", package_4())
+    assert make_kernels(None, "flash_attention_3").options.attention == "flash_attention_3"
+    assert make_kernels(None, "sdpa").options.attention == "auto"
+    asked = KernelOptions(attention="torch")
+    assert make_kernels(asked, "flash_attention_3").options.attention == "torch"
 
 
 def test_nothing_of_it_on_the_cpu(load: Any) -> None:
@@ -246,9 +275,9 @@ def test_nothing_of_it_on_the_cpu(load: Any) -> None:
     q, k = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64, dtype=torch.bfloat16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert flash_impl.flash_impl(q, k) is TORCH
-        use_flash_attention("flash_attention_4")
-        assert flash_impl.flash_impl(q, k) is TORCH
+        for wish in ("auto", "flash_attention_4"):
+            kernels = make_kernels(KernelOptions(attention=wish))
+            assert flash_impl.flash_impl(q, k, False, kernels) is TORCH
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ The kernels themselves are compared with the torch version in `tests/kernels`, a
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.ops import fla_status as status_module
-from seqbraid.ops import gated_delta_fla
-from seqbraid.ops.gated_delta import GatedDeltaCall, make_call
+from seqbraid.ops import fla_status, gated_delta_fla, triton_status
+from seqbraid.ops.gated_delta import RULE, GatedDeltaCall, RuleNeed, make_call
 from seqbraid.ops.gated_delta_fla import CHUNK, FlaGatedDeltaCall, Pieces
+from seqbraid.ops.kernels import Kernels
 from tests.plain import relative
 
 CPU = torch.device("cpu")
@@ -104,47 +105,77 @@ def test_the_cpu_takes_the_torch_version() -> None:
     assert isinstance(make_call(*(x.bfloat16() for x in inputs(10)), (0, 10)), GatedDeltaCall)
 
 
+NEED = RuleNeed(torch.device("cuda"), torch.bfloat16, 128, 128)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """A machine with a GPU on which these are installed."""
+
+    def make(installed: bool, triton: str | None, capability: tuple[int, int]) -> None:
+        def version(package: str) -> str:
+            if triton is None:
+                raise triton_status.PackageNotFoundError(package)
+            return triton
+
+        monkeypatch.setattr(fla_status, "find_spec", lambda name: object() if installed else None)
+        monkeypatch.setattr(triton_status, "version", version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(gated_delta_fla, "fla_functions", lambda: None)
+
+    for function in (fla_status.fla_missing, fla_status.fla_wrong):
+        function.cache_clear()
+    yield make
+    for function in (fla_status.fla_missing, fla_status.fla_wrong):
+        function.cache_clear()
+
+
 @pytest.mark.parametrize(
-    ("installed", "triton", "capability", "usable", "says"),
+    ("installed", "triton", "capability", "says"),
     [
-        (False, "3.7.1", (9, 0), False, r"pip install 'seqbraid\[cuda\]'"),
-        (True, None, (9, 0), False, "Triton is not installed"),
-        (True, "3.6.0", (9, 0), False, "miscompiles its backward on this GPU; pip install 'triton>=3.7.1'"),
-        (True, "3.7.1", (9, 0), True, "installed, Triton 3.7.1"),
-        (True, "3.6.0", (8, 0), True, "installed, Triton 3.6.0"),
-        (True, "3.10.0+git1", (9, 0), True, "installed, Triton 3.10.0"),
+        (False, "3.7.1", (9, 0), r"not installed; pip install 'seqbraid\[cuda\]'"),
+        (True, None, (9, 0), "Triton is not installed"),
+        (True, "3.6.0", (9, 0), "miscompiles its backward on this GPU; pip install 'triton>=3.7.1'"),
+        (True, "3.7.1", (9, 0), None),
+        (True, "3.6.0", (8, 0), None),
+        (True, "3.10.0+git1", (9, 0), None),
     ],
 )
 def test_when_its_kernels_are_taken(
-    monkeypatch: pytest.MonkeyPatch,
+    machine: Callable[..., None],
     installed: bool,
     triton: str | None,
     capability: tuple[int, int],
-    usable: bool,
-    says: str,
+    says: str | None,
 ) -> None:
-    def version(package: str) -> str:
-        if triton is None:
-            raise status_module.PackageNotFoundError(package)
-        return triton
-
-    monkeypatch.setattr(status_module, "find_spec", lambda name: object() if installed else None)
-    monkeypatch.setattr(status_module, "version", version)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(gated_delta_fla, "fla_functions", lambda: None)
-    found = status_module._status(torch.device("cuda"))
-    assert found.usable == usable
-    assert re.search(says, found.reason)
-    assert not status_module._status(CPU).usable
+    machine(installed, triton, capability)
+    reason = RULE.candidate("fla").why_not(NEED)
+    assert reason is None if says is None else re.search(says, str(reason))
 
 
-def test_a_release_with_other_functions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("need", "says"),
+    [
+        (NEED._replace(device=CPU), "need a GPU"),
+        (NEED._replace(dtype=torch.float32), "16-bit"),
+        (NEED._replace(value_dim=256), "up to 128"),
+        (NEED._replace(key_dim=24), "multiples of 16"),
+        (NEED._replace(chunk_size=32), "64 tokens"),
+    ],
+)
+def test_what_its_kernels_are_not_made_for(machine: Callable[..., None], need: RuleNeed, says: str) -> None:
+    machine(True, "3.7.1", (9, 0))
+    assert Kernels().choose(RULE, NEED) == "fla"
+    assert Kernels().choose(RULE, need) == "torch"
+    assert says in str(RULE.candidate("fla").why_not(need))
+
+
+def test_a_release_with_other_functions_is_not_used(
+    machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing() -> None:
         raise ImportError("cannot import name 'chunk_fwd_o'")
 
-    monkeypatch.setattr(status_module, "find_spec", lambda name: object())
-    monkeypatch.setattr(status_module, "version", lambda package: "3.7.1")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    machine(True, "3.7.1", (9, 0))
     monkeypatch.setattr(gated_delta_fla, "fla_functions", missing)
-    found = status_module._status(torch.device("cuda"))
-    assert not found.usable and "other functions than we know" in found.reason
+    assert "other functions than we know" in str(RULE.candidate("fla").why_not(NEED))

@@ -58,7 +58,7 @@ PLANS = {
 @pytest.fixture(params=IMPLS)
 def varlen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "uses_varlen", lambda q, v: True)
-    monkeypatch.setattr(blocks, "flash_impl", lambda q, k, windowed: IMPLS[request.param])
+    monkeypatch.setattr(blocks, "flash_impl", lambda q, k, windowed, kernels: IMPLS[request.param])
 
 
 def fresh(plan: BlockPlan) -> BlockPlan:

@@ -269,7 +269,7 @@ def test_results_are_those_of_kernels_one_after_the_other(
     """Also of kernels that write to their place."""
     if kernel is not None:
         monkeypatch.setattr(blocks, "uses_varlen", lambda q, v: True)
-        monkeypatch.setattr(blocks, "flash_impl", lambda q, k, windowed: IMPLS[kernel])
+        monkeypatch.setattr(blocks, "flash_impl", lambda q, k, windowed, kernels: IMPLS[kernel])
     one_after_the_other = two_steps(Watch(), row, rank=2, dtype=torch.float64)
     watch = watched(monkeypatch)
     side_by_side = two_steps(watch, row, rank=2, dtype=torch.float64)

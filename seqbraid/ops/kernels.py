@@ -1,0 +1,138 @@
+"""The table of kernels: which candidate computes an op, and why not the others.
+
+An op has candidates in order of preference, the last of which takes everything. Each says for itself why it
+cannot be taken: it is not made for such numbers, it is not installed, or it gives wrong results here. The
+choice belongs to a model and travels in the step's context; the process keeps no wish.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """Which kernels compute a model: `auto` takes the first of each op that is installed, fits and is right.
+
+    What is asked for by name and is not installed is refused. Where it is not made for the numbers at hand
+    (float32, another device), `auto` decides.
+    """
+
+    attention: str = AUTO
+    """`torch`, `flash_attention_3`, `flash_attention_4`, or a kernel of the Hub (`owner/name`)."""
+    gated_delta: str = AUTO
+    """`fla` (flash-linear-attention) or `torch`."""
+    convolution: str = AUTO
+    """The short convolution of gated-delta layers: `fla` or `torch`."""
+    merge: str = AUTO
+    """Sums over the blocks of a ring: `triton` or `torch`."""
+    loss: str = AUTO
+    """Cross entropy of the rows of a chunk: `triton` or `torch`."""
+
+
+def _no_reason(*_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel that may compute an op, and what speaks against it; None where nothing does."""
+
+    name: str
+    unfit: Callable[[Any], str | None] = _no_reason
+    """Device, dtype and shapes: what the op is needed for."""
+    missing: Callable[[], str | None] = _no_reason
+    """Package and version."""
+    wrong: Callable[[Any], str | None] = _no_reason
+    """Results that are off: a comparison that failed, a compiler known to break it."""
+
+    def why_not(self, need: Hashable) -> str | None:
+        """The first reason, the cheapest first."""
+        return self.unfit(need) or self.missing() or self.wrong(need)
+
+
+@dataclass(frozen=True)
+class Op:
+    """Something that several kernels can compute."""
+
+    name: str
+    """As `KernelOptions` has it."""
+    candidates: tuple[Candidate, ...]
+    other: Callable[[str], Candidate | None] = _no_reason
+    """The candidate of a name that is not in the list; None where there is none."""
+
+    def candidate(self, name: str) -> Candidate:
+        """The candidate of this name."""
+        found = next((c for c in self.candidates if c.name == name), None) or self.other(name)
+        if found is None:
+            known = ", ".join(repr(known) for known in (AUTO, *(c.name for c in self.candidates)))
+            raise ValueError(f"kernels.{self.name}={name!r} is no kernel for it; use one of {known}")
+        return found
+
+    def check(self, options: KernelOptions) -> None:
+        """Refuse a wish for what is not there."""
+        wish = getattr(options, self.name)
+        reason = None if wish == AUTO else self.candidate(wish).missing()
+        if reason is not None:
+            raise ValueError(f"kernels.{self.name}={wish!r} cannot be used: {reason}; or use {AUTO!r}")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The choices of one model."""
+
+    options: KernelOptions = KernelOptions()
+    _chosen: dict[tuple[str, Hashable], str] = field(default_factory=dict, compare=False, repr=False)
+
+    def choose(self, op: Op, need: Hashable) -> str:
+        """The name of the kernel that computes this; said once in the log."""
+        key = (op.name, need)
+        if key not in self._chosen:
+            self._chosen[key] = self._wished(op, need) or self._first(op, need)
+        return self._chosen[key]
+
+    def _wished(self, op: Op, need: Hashable) -> str | None:
+        wish = getattr(self.options, op.name)
+        if wish == AUTO:
+            return None
+        candidate = op.candidate(wish)
+        if candidate.unfit(need) is not None:
+            return None
+        reason = candidate.missing() or candidate.wrong(need)
+        if reason is not None:
+            raise ValueError(f"kernels.{op.name}={wish!r} cannot be used: {reason}; or use {AUTO!r}")
+        return candidate.name
+
+    @staticmethod
+    def _first(op: Op, need: Hashable) -> str:
+        passed: list[str] = []
+        for candidate in op.candidates:
+            reason = candidate.unfit(need) or candidate.missing()
+            if reason is None:
+                reason = candidate.wrong(need)
+                if reason is None:
+                    logger.info("%s by %s for %s %s", op.name, candidate.name, need, "; ".join(passed))
+                    return candidate.name
+                warnings.warn(f"{candidate.name} is not used for {op.name}: {reason}", stacklevel=4)
+            passed.append(f"not {candidate.name}: {reason}")
+        raise AssertionError(f"the last candidate of {op.name} takes everything: {passed}")
+
+
+DEFAULT = Kernels()
+"""For calls that come from no model: no wishes."""
+
+
+def wishes(options: KernelOptions) -> Iterator[tuple[str, str]]:
+    """What was asked for by name."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if value != AUTO:
+            yield option.name, value
