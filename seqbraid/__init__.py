@@ -10,14 +10,18 @@ from .layout import SequenceLayout
 from .mesh import Mesh
 from .models.batch import PackedBatch
 from .models.braided import BraidedModel, StepOutput
+from .ops.kernels import KernelOptions
 
 # The function shadows the package of the same name on purpose: `seqbraid.parallelize` is what users call.
 from .parallelize import parallelize
+from .parallelize.memory import MemoryOptions
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BraidedModel",
+    "KernelOptions",
+    "MemoryOptions",
     "Mesh",
     "PackedBatch",
     "SequenceLayout",

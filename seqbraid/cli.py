@@ -1,4 +1,4 @@
-"""The command line: `seqbraid train | export | report | verify | layout | demo`."""
+"""The command line: `seqbraid train | export | report | verify | layout | demo | doctor`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="seqbraid", description="Long packed sequences over many devices, exactly."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_layout, _add_verify, _add_demo, _add_train, _add_export, _add_report):
+    for add in (_add_layout, _add_verify, _add_demo, _add_train, _add_export, _add_report, _add_doctor):
         add(commands)
     args, rest = parser.parse_known_args(argv)
     if args.command == "train":
@@ -185,6 +185,27 @@ def _export(args: argparse.Namespace) -> int:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     report = export_checkpoint(args.run_folder, args.checkpoint, args.out, dtype)
     print(report)
+    return 0
+
+
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor", help="show what this machine has, which kernels are used on it, and why not the others"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .doctor import examine
+
+    report = examine()
+    if args.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        Console().print(report.as_text())
     return 0
 
 

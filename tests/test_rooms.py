@@ -29,6 +29,7 @@ ALLOWED = {
     },
     "verify": {"data", "parallelize", "models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
     "plan": {"layout", "mesh"},
+    "doctor": {"ops"},
 }
 """Room to the rooms it may import, as the design has it; the package's front and `cli` may import all."""
 

@@ -283,7 +283,16 @@ OF_NO_STEP = ("architectures", "dtype", "transformers_version", "use_cache")
 def config_values(config: Any) -> dict[str, str]:
     """The values of a config that ranks must have in common, in words; where it was read from is not one."""
     return {
-        key: repr(value)
+        key: _in_words(value)
         for key, value in vars(config).items()
         if not key.startswith("_") and key not in OF_NO_STEP
     }
+
+
+def _in_words(value: Any) -> str:
+    """The same text in every process: a set's own order follows from a seed that each draws for itself."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_in_words(inner)}' for key, inner in value.items())}}}"
+    return repr(value)

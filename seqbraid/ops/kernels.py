@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -128,11 +128,3 @@ class Kernels:
 
 DEFAULT = Kernels()
 """For calls that come from no model: no wishes."""
-
-
-def wishes(options: KernelOptions) -> Iterator[tuple[str, str]]:
-    """What was asked for by name."""
-    for option in fields(options):
-        value = getattr(options, option.name)
-        if value != AUTO:
-            yield option.name, value

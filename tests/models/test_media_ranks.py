@@ -13,7 +13,7 @@ from seqbraid import Mesh, SequenceLayout
 from seqbraid.data.pack import build_row
 from seqbraid.sequence_parallel.media import MediaPlan
 from seqbraid.verify.media_samples import media_sample
-from seqbraid.verify.parity import check_parity, stock_references
+from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_config, tiny_media_model
 from tests import ranks
 
@@ -41,7 +41,8 @@ def prepared(folder: Path, family: str, row: str) -> str:
     path = folder / f"{family}-{row}.pt"
     if not path.exists():
         samples = rows(family)[row]
-        torch.save((samples, stock_references(tiny_media_model(family), samples)), path)
+        shared = rows_of(len(samples), 2) if row == "in turn" else None
+        torch.save((samples, stock_references(tiny_media_model(family), samples, shared)), path)
     return str(path)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
+from seqbraid.models.braided import config_values
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import COMMON, tiny_model
 
@@ -271,3 +272,14 @@ def test_a_divisor_that_is_no_count_is_refused(count: Any) -> None:
     model = sb.parallelize(tiny_model("llama"))
     with pytest.raises(ValueError, match=r"label_tokens=.* is no whole number"):
         model(sb.pack(SAMPLE, model.model.config), label_tokens=count)
+
+
+def test_sets_of_a_config_read_the_same_in_every_process() -> None:
+    """A set of strings has another order in each process; one of these numbers by the order of insertion."""
+    found = []
+    for values in ({0, 8}, {8, 0}):
+        config = AutoConfig.for_model("llama", **COMMON)
+        config.kinds, config.by_layer = values, {"a": frozenset(values)}
+        found.append(config_values(config))
+    assert repr({0, 8}) != repr({8, 0})
+    assert found[0] == found[1] and found[0]["kinds"] == "{0, 8}"

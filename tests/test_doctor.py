@@ -1,0 +1,61 @@
+"""What `seqbraid doctor` says of a machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from seqbraid import doctor
+from seqbraid.cli import main
+from seqbraid.ops.table import TABLE
+
+
+def test_it_prints_the_table_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("transformers", "open files", "flash_attention_4", "its kernels need a GPU", "[cuda]"):
+        assert words in shown
+
+
+def test_json_has_one_kernel_in_use_for_each_op_and_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    used = [(k["op"], k["dtype"]) for k in found["kernels"] if k["used"]]
+    assert sorted(used) == sorted((op.name, dtype) for op in TABLE for dtype in ("bfloat16", "float32"))
+    assert len(found["kernels"]) == 2 * sum(len(op.candidates) for op in TABLE)
+    versions = {p["name"]: p["version"] for p in found["packages"]}
+    assert versions["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("installed", "advice"),
+    [
+        ("5.8.1", "transformers 5.8.1 is outside of what is tested"),
+        ("99.0", "99.0 is outside"),
+        ("5.10.2", None),
+    ],
+)
+def test_a_release_outside_the_window_is_named(
+    installed: str, advice: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"transformers": installed, "torch": "2.13.0+cpu"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise doctor.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(doctor, "version", version)
+    lines = [line for line in doctor.examine().advice if "transformers" in line]
+    assert (advice in lines[0]) if advice else not lines
+
+
+def test_few_open_files_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def limit(files: int) -> Any:
+        monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (files, files))
+        return [line for line in doctor.examine().advice if "open files" in line]
+
+    assert limit(1024) and not limit(65536)
