@@ -49,6 +49,7 @@ bench: $(READY)
 # Kills ranks at random moments, twenty times of each kind, and looks whether the resumed runs are bit for bit right.
 chaos: $(READY)
 	$(BIN)/python -m tests.train.chaos --trials 20
+	$(BIN)/python -m tests.train.chaos --trials 10 --kinds int,hup,usr1,shard,full,twins
 
 clean:
 	rm -rf .venv .venv-oldest build *.egg-info

@@ -213,13 +213,18 @@ def _add_report(commands: Commands) -> None:
     parser = commands.add_parser("report", help="draw the curves of one or several runs into one HTML file")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
+    parser.add_argument("--force", action="store_true", help="replace a file that is no report, unasked")
     parser.set_defaults(run=_report)
 
 
 def _report(args: argparse.Namespace) -> int:
-    from .train.report.page import write_report
+    from .train.report.page import is_report, write_report
 
-    write_report(args.runs, args.out)
+    force = args.force
+    if not force and args.out.is_file() and not is_report(args.out) and sys.stdin.isatty():
+        answer = input(f"{args.out} is there and is no report of ours. Replace it? [y/N] ")
+        force = answer.strip().lower() in ("y", "yes")
+    write_report(args.runs, args.out, force)
     print(f"wrote {args.out}")
     return 0
 

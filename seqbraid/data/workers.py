@@ -23,6 +23,9 @@ import torch
 from .parcel import Parcel, receive
 from .tasks import Tasks
 
+FOR_THE_RUN = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+]
 TASKS_AT_HAND = 2  # of a worker: one that it does, one to go on with while its answer is read
 
 
@@ -77,7 +80,7 @@ class Workers:
         # Forked from a fresh process that has imported torch once; this one has threads and maybe a GPU.
         context = _context()
         self._workers: list[_Worker] = []
-        with _sigterm_blocked():  # also for the process that they are forked from
+        with _signals_blocked():  # also for the process that they are forked from
             for number in range(num_workers):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -175,13 +178,13 @@ def _context() -> SpawnContext | ForkServerContext:
 
 
 @contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """Processes that are started within are deaf to SIGTERM; one for this process is kept until the end."""
+def _signals_blocked() -> Iterator[None]:
+    """Processes that are started within are deaf to what asks a run to stop; what this one gets is kept."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     resource_tracker.ensure_running()  # multiprocessing starts it first of all, and then unblocks SIGTERM
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_RUN)
     try:
         yield
     finally:
@@ -206,9 +209,9 @@ def _how_it_ended(process: BaseProcess) -> str:
 
 def _work(pipe: Connection, pickled: bytes) -> None:
     """The life of a worker."""
-    # Both go to all processes of a job, but are for the parent, which ends the workers when it is done.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # They go to all processes of a job, but are for the parent, which ends the workers when it is done.
+    for number in FOR_THE_RUN:
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

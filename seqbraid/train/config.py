@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -191,7 +192,7 @@ class TrainConfig:
     """Logging."""
 
     def check(self) -> TrainConfig:
-        """Refuse what cannot be meant, before anything is loaded."""
+        """Refuse what cannot be meant, before anything is loaded; gives it with `~` as the home folder."""
         for name, value in (("model", self.model), ("out", self.out), ("data.train", self.data.train)):
             if not value:
                 raise ValueError(f"{name} is empty; give it in the config or as --{name}=…")
@@ -243,7 +244,17 @@ class TrainConfig:
             raise ValueError("lora freezes all of the model itself; leave `freeze` out, or set lora.rank=0")
         if steps.eval_every is not None and not data.eval:
             raise ValueError(f"train.eval_every={steps.eval_every} but data.eval names no file")
-        return self
+        return replace(
+            self,
+            model=expanduser(self.model),
+            out=expanduser(self.out),
+            data=replace(
+                data,
+                train=_at_home(data.train),
+                eval=_at_home(data.eval),
+                media_root=expanduser(data.media_root),
+            ),
+        )
 
 
 def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
@@ -302,6 +313,11 @@ def keys(kind: type = TrainConfig, prefix: str = "") -> list[str]:
     for name, hint in get_type_hints(kind).items():
         found += keys(hint, f"{prefix}{name}.") if is_dataclass(hint) else [prefix + name]
     return found
+
+
+def _at_home(paths: list[str] | str) -> list[str] | str:
+    """With `~` as the home folder; a shell leaves it alone behind a `=`."""
+    return expanduser(paths) if isinstance(paths, str) else [expanduser(path) for path in paths]
 
 
 def _with_nearest(message: str) -> str:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
 from .checkpoint.checkpoints import CheckpointError
 from .config import parse_config
 from .dry_run import dry_run
+from .ending import FAILED, PREEMPTED, preempted_here
 from .nonfinite import NonFiniteError
 from .setup import make_mesh
 from .trainer import Trainer
+
+STAYS = (
+    "seqbraid train: {out} was stopped by a signal, and torchrun has started it again: it stays stopped "
+    f"(status {PREEMPTED}). Give the command again to go on"
+)
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -23,11 +30,17 @@ def train(arguments: Sequence[str]) -> int:
         return 0
     mesh = make_mesh(config)
     try:
-        Trainer(config, mesh).run()
+        if preempted_here(Path(config.out), mesh):
+            if mesh.rank == 0:
+                print(STAYS.format(out=config.out), file=sys.stderr)
+            return PREEMPTED
+        ending = Trainer(config, mesh).run()
+        if mesh.rank == 0 and ending.status:
+            print(f"seqbraid train: {ending.sentence()}", file=sys.stderr)
+        return ending.status
     except (CheckpointError, NonFiniteError) as error:  # said by every rank, in words that need no traceback
         print(f"seqbraid train: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0

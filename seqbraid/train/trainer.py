@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
@@ -19,7 +18,9 @@ from ..data.together import check_alike, gather_objects, raised_by_all
 from ..mesh import Mesh
 from .batches import StepBatches, make_batches
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
-from .config import TrainConfig, as_dict, keys, to_yaml
+from .checkpoint.files import folder_name
+from .config import TrainConfig, as_dict, keys
+from .ending import Ending, write_ending, write_failure
 from .evaluate import evaluate
 from .flops import ModelFlops, peak_flops
 from .log import Sinks, open_sinks
@@ -34,6 +35,7 @@ from .optimizer import (
     gradients_of,
     make_optimizer,
 )
+from .run_folder import RunFolder, write_config
 from .schedule import learning_rate
 from .setup import (
     adapted_weights,
@@ -44,6 +46,7 @@ from .setup import (
     make_loader,
     open_data,
 )
+from .signals import stop_on_signals
 
 UNCHANGED = ("model", "precision", "lora", "freeze")
 """What a resumed run must have as it was; the loader looks after the data, all else may change."""
@@ -60,6 +63,18 @@ class Trainer:
         self.mesh = mesh
         check_alike(mesh.cpu_group, _shared(config))
         self.folder = Path(config.out)
+        self.place = RunFolder(config.out, mesh)
+        try:
+            self._prepare()
+        except BaseException as error:
+            if mesh.rank == 0:
+                write_failure(self.folder, 0, None, error)
+            self.place.release()
+            raise
+
+    def _prepare(self) -> None:
+        """All that can be refused, before the first step."""
+        config, mesh = self.config, self.mesh
         self.device = make_device()
         with raised_by_all(mesh.cpu_group):
             base = adapted_weights(config)
@@ -99,27 +114,51 @@ class Trainer:
         compute = torch.float32 if config.precision == "float32" else torch.bfloat16
         self.meter = StepMeter(mesh.world_size, peak_flops(self.device, compute), self.device)
         self.stop = False
+        self.asked_by: str | None = None
+        """The signal that asked this rank to stop."""
         self.saved = self.step if last is not None else -1
+        self.published = None if last is None else last.name
 
-    def run(self) -> None:
+    def run(self) -> Ending:
         """Train to the end, or until a signal asks to stop; the last step is always saved."""
-        with self._sinks() as self.sinks, stop_on_sigterm(self):
-            self.meter.start()
+        with stop_on_signals(self, says=self.mesh.rank == 0), self._sinks() as self.sinks:
             try:
-                while not self._done():
-                    data = next(self.loader, None)
-                    if data is None:
-                        self._check_trained()
-                        break
-                    if self._step(data):
-                        break
-                if self.saved != self.step:
-                    self._save()
-                self._report(self.checkpoints.finish())
-                if self.config.lora.rank:
-                    save_adapter(self.model, self.folder / "adapter", base_name=self.config.model)
+                ending = self._run()
+            except BaseException as error:
+                self.checkpoints.leave()
+                write_failure(self.folder, self.mesh.rank, self.step, error)
+                raise
+            else:
+                write_ending(self.folder, self.mesh, ending)
             finally:
-                self.loader.close()
+                self.place.release()
+        return ending
+
+    def _run(self) -> Ending:
+        self.meter.start()
+        stopped = False
+        try:
+            while not (stopped or self._done()):
+                data = next(self.loader, None)
+                if data is None:
+                    self._check_trained()
+                    break
+                stopped = self._step(data)
+            stopped = stopped and not (self._done() or self.loader.at_end)
+            if self.saved != self.step:
+                self._save()
+            self._report(self.checkpoints.finish())
+            if self.config.lora.rank:
+                save_adapter(self.model, self.folder / "adapter", base_name=self.config.model)
+        finally:
+            self.loader.close()
+        if self.published != folder_name(self.step):
+            return Ending("unsaved", self.step, self.published)
+        if stopped:
+            names = gather_objects(self.mesh.cpu_group, self.asked_by)
+            asked_by = next((name for name in names if name), None)
+            return Ending("preempted", self.step, self.published, asked_by)
+        return Ending("finished", self.step, self.published)
 
     def _done(self) -> bool:
         steps = self.config.train.steps
@@ -233,6 +272,7 @@ class Trainer:
         return done
 
     def _save(self) -> None:
+        self.place.check()
         found = first_not_finite(self.model, self.optimizer)
         names = [name for name in gather_objects(self.mesh.cpu_group, found) if name]
         if names:
@@ -262,9 +302,15 @@ class Trainer:
         with raised_by_all(self.mesh.cpu_group):
             for event in events:
                 if isinstance(event, Published):
+                    self.published = event.path.name
                     self.sinks.event("checkpoint", step=event.step, seconds=event.seconds)
                 else:
                     self.sinks.event("checkpoint failed", step=event.step, reason=event.reason)
+                    kept = f"the last one is {self.published}" if self.published else "there is none"
+                    self.sinks.say(
+                        f"the checkpoint of step {event.step} COULD NOT BE WRITTEN ({event.reason}); {kept}. "
+                        "The run goes on, since checkpoint.on_error=continue"
+                    )
                     if self.best.get("step") == event.step:  # nobody can have it
                         self.best = self.best_before
 
@@ -293,9 +339,7 @@ class Trainer:
         """Write what the folder is a run of, once nothing is left that could refuse it."""
         with raised_by_all(self.mesh.cpu_group):
             if self.mesh.rank == 0:
-                fresh = self.folder / "config.yaml.tmp"
-                fresh.write_text(to_yaml(self.config), encoding="utf-8")
-                fresh.replace(self.folder / "config.yaml")
+                write_config(self.folder, self.config)
                 self.model_config.save_pretrained(self.folder / "model")
                 load_model_processor(self.config.model).save_pretrained(self.folder / "model")
 
@@ -342,17 +386,3 @@ def seed_everything(*numbers: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
-
-
-@contextmanager
-def stop_on_sigterm(trainer: Trainer) -> Iterator[None]:
-    """A polite end, as schedulers ask for it: finish the step, save, stop on all ranks together."""
-
-    def ask(*_: Any) -> None:
-        trainer.stop = True
-
-    before = signal.signal(signal.SIGTERM, ask)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

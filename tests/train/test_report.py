@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seqbraid.cli import main
 from seqbraid.train.report.data import loss_difference, read_run, thinned
 from seqbraid.train.report.page import write_report
 from seqbraid.train.report.plot import BLUE, GREY, Mark, Series, line_plot
@@ -243,3 +244,23 @@ def test_a_browser_draws_every_run(tmp_path: Path) -> None:
         ink = (abs(pixels - list(bytes.fromhex(color[1:]))) < 45).all(axis=2)[350:]
         columns = ink.any(axis=0).nonzero()[0]
         assert columns.max() - columns.min() > 600, "the curve goes over the width of the plot"
+
+
+def test_a_file_that_is_no_report_is_replaced_only_when_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = make_run(tmp_path / "run", [2.0, 1.0]), tmp_path / "notes.html"
+    command = ["report", str(run), "--out", str(out)]
+    out.write_text("mine")
+    assert main(command) == 2 and out.read_text() == "mine"
+    assert "is no report" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    for answer, replaced in (("", False), ("n", False), ("y", True)):
+        monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
+        assert main(command) == (0 if replaced else 2)
+        assert (out.read_text() != "mine") == replaced
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
+    assert main(command) == 0  # ours is replaced unasked
+    out.write_text("mine")
+    assert main([*command, "--force"]) == 0 and out.read_text() != "mine"
+    assert main(["report", str(run), "--out", str(tmp_path)]) == 2

@@ -20,6 +20,7 @@ from .summary import color_of, dash_of, run_name, summary_table
 LONG = 300
 """Steps from which on a curve is drawn faintly, with its mean above it."""
 
+GENERATOR = "<meta name='generator' content='seqbraid report'>"
 SHOWN_EVENTS = 200
 MARKS_PER_KIND = 60
 ACROSS = BACK
@@ -69,10 +70,23 @@ CHARTS = (
 )
 
 
-def write_report(runs: Sequence[Path], out: Path) -> None:
-    """Write the report of one or more runs, given by their folders, into a file."""
+def is_report(path: Path) -> bool:
+    """Whether a file is one that `write_report` wrote."""
+    with path.open("rb") as file:
+        return GENERATOR.encode() in file.read(1024)
+
+
+def write_report(runs: Sequence[Path], out: Path, force: bool = False) -> None:
+    """Write the report of one or more runs, given by their folders, into a file.
+
+    A file that is there already is replaced if it is a report, any other only with `force`.
+    """
     if not runs:
         raise ValueError("a report needs at least one run")
+    if out.is_dir():
+        raise ValueError(f"--out={str(out)!r} is a folder; give a file, such as {str(out / 'report.html')!r}")
+    if out.exists() and not (force or is_report(out)):
+        raise ValueError(f"{out} is there and is no report; give another --out, or --force to replace it")
     found = [read_run(Path(path)) for path in runs]
     distinct_names(found)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +111,7 @@ def report_page(runs: Sequence[RunLog]) -> str:
         _events(runs),
         *(_config(run) for run in runs if run.config is not None),
     ]
-    head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{STYLE}{OWN_STYLE}</style>"
+    head = f"<meta charset='utf-8'>{GENERATOR}<title>{escape(title)}</title><style>{STYLE}{OWN_STYLE}</style>"
     return (
         f"<!doctype html>\n<html lang='en'><head>{head}</head><body>\n"
         + "\n".join(section for section in sections if section)

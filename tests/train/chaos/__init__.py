@@ -11,7 +11,11 @@ asynchronous checkpoints. One to three times something is killed at a moment of 
 - eval: a rank, while it evaluates
 - start: a rank, while it starts or resumes
 - agent: torchrun and all ranks at once
-- term: nothing is killed, but torchrun gets SIGTERM
+- term, int, hup: nothing is killed, but torchrun gets SIGTERM, SIGINT, SIGHUP
+- usr1: a rank gets SIGUSR1
+- shard: all is killed, and a file is missing from every checkpoint when the command is given again
+- full: all is killed, and then no checkpoint can be written to the end
+- twins: a second run in the same folder
 
 Torchrun starts the ranks again, or the command is given again, and the run goes on from its last checkpoint.
 """

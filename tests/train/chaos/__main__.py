@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import __doc__ as description
-from .kills import KINDS
+from .kinds import KINDS
 from .trial import Chaos, Outcome
 
 

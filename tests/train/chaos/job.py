@@ -35,11 +35,16 @@ class Job:
         self.output = run.with_suffix(".txt")
         self.start()
 
+    @property
+    def mark(self) -> dict[str, str]:
+        """What all processes of this trial have in their environment."""
+        return {MARKER: self.marker}
+
     def start(self) -> None:
         """Give the command."""
         self.since, self.end = time.time(), time.monotonic() + self.limit_s
         with self.output.open("ab") as output:
-            environment = {**os.environ, MARKER: self.marker}
+            environment = {**os.environ, **self.mark}
             self.torchrun = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)
 
     def wait(self) -> int:

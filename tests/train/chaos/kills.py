@@ -43,6 +43,10 @@ class Kill:
     """Whether it came at the moment that was meant."""
     seconds: float | None = None
     """Until torchrun had started the ranks anew."""
+    starts: int = 1
+    """How often the run went on from a checkpoint since."""
+    problem: str = ""
+    """What was wrong with how the run took it."""
 
 
 def kill_at_step(job: Job, chance: random.Random, pace: Pace) -> Kill:
@@ -146,31 +150,6 @@ def kill_all(job: Job, chance: random.Random, pace: Pace) -> Kill:
     killed = [kill(pid) for pid in pids]
     job.wait()
     return Kill(f"all after step {job.step()}", all(killed))
-
-
-def stop_all(job: Job, chance: random.Random, pace: Pace) -> Kill:
-    """SIGTERM to torchrun, which hands it on to every process, as a scheduler that takes the machine back."""
-    job.await_step(some_step(job, chance, pace))
-    time.sleep(chance.uniform(0, pace.step_s))
-    job.torchrun.terminate()
-    job.wait()
-    last = (job.run / "checkpoints" / "last").read_text().strip()
-    stopped = job.step()
-    # The promise is more than for a kill: what is done is saved.
-    return Kill(f"SIGTERM, stopped after step {stopped} with {last}", last == f"step-{stopped:08d}")
-
-
-KINDS: dict[str, Callable[[Job, random.Random, Pace], Kill]] = {
-    "step": kill_at_step,
-    "save": kill_at_save,
-    "prefetch": kill_at_prefetch,
-    "eval": kill_at_evaluation,
-    "start": kill_at_start,
-    "agent": kill_all,
-    "term": stop_all,
-}
-BY_HAND = ("agent", "term")
-"""After these the command is given again; else torchrun starts the ranks again."""
 
 
 def some_step(job: Job, chance: random.Random, pace: Pace) -> int:

@@ -19,7 +19,8 @@ from seqbraid.train.log import read_log
 from .checks import differences, export_differences
 from .data import make_data, make_model
 from .job import RANKS, Ended, Job
-from .kills import BY_HAND, EVAL_EVERY, EVERY, KINDS, Kill, Pace
+from .kills import EVAL_EVERY, EVERY, Kill, Pace
+from .kinds import BY_HAND, GOES_ON, KINDS
 
 STEPS = 12
 VARIANTS = {
@@ -136,9 +137,10 @@ def disturb(job: Job, kinds: Sequence[str], chance: random.Random, pace: Pace, o
             kill = KINDS[kind](job, chance, pace)
             job.since, moment = time.time(), time.monotonic()
             outcome.kills.append(kill)
+            outcome.problems += [kill.problem] if kill.problem else []
+            if kind in GOES_ON:
+                continue
             if kind in BY_HAND:
-                if kind == "term" and not kill.hit:
-                    outcome.problems.append("it was not saved where it was stopped")
                 outcome.problems += orphans(job)
                 job.start()
             else:
@@ -146,7 +148,7 @@ def disturb(job: Job, kinds: Sequence[str], chance: random.Random, pace: Pace, o
                 kill.seconds = time.monotonic() - moment
                 if "worker" in kill.what and "ended by SIGKILL" not in job.output.read_text():
                     outcome.problems.append("no rank has said that its worker was killed")
-            outcome.resumed.append(saved(job.run))
+            outcome.resumed += [saved(job.run)] * kill.starts
     except Ended:
         pass
 
