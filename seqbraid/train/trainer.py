@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..data.loader import StepData
@@ -37,6 +35,7 @@ from .optimizer import (
 )
 from .run_folder import RunFolder, write_config
 from .schedule import learning_rate
+from .seeds import drawn_seed, seed_everything
 from .setup import (
     adapted_weights,
     braid,
@@ -373,16 +372,3 @@ class Trainer:
 def _shared(config: TrainConfig) -> dict[str, Any]:
     """What no two ranks may have otherwise: they would wait for each other, or learn something else."""
     return {name: reduce(getattr, name.split("."), config) for name in keys() if name not in OF_A_MACHINE}
-
-
-def drawn_seed(*numbers: int) -> int:
-    """One seed from several numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
-
-
-def seed_everything(*numbers: int) -> None:
-    """Seed all generators from these numbers together."""
-    seed = drawn_seed(*numbers)
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
