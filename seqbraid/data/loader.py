@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 TASKS_PER_ROW = 8
 SMALLEST_TASK = 2048  # tokens
+STATE_FORMAT = 2  # 1 had none, and packed samples of several epochs together
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ class StepData:
     """File and line of each sample of the rows."""
     step: int
     """From 0."""
-    epoch: int
-    """From 0; of the oldest sample in the step's first row."""
+    epoch: float
+    """Passes over the data up to and with this step: 1.5 in the middle of the second."""
     tokens: int
     """Of the whole job's step."""
+    fill: float
+    """Share of the rows of the whole job's step that holds tokens."""
     samples: int
     """Of the whole job's step."""
     wait_s: float
@@ -193,6 +196,7 @@ class Loader:
         # What one rank could not encode is left out by all, so that a sequence group keeps the same rows.
         kept = [draw for row in planned.rows for draw in row if draw.position not in refused]
         self._check_fruitless(planned, kept)
+        tokens = sum(min(draw.length, self._row_tokens) for draw in kept)
         self._state, self._done = planned.state, planned.done
         encoded = zip((draw.position for row in encoding.rows for draw in row), samples, strict=True)
         by_position = {position: sample for position, sample in encoded if not isinstance(sample, Refused)}
@@ -202,7 +206,8 @@ class Loader:
             where=[[self._source.where(draw.sample) for draw in row] for row in rows],
             step=planned.step,
             epoch=planned.epoch,
-            tokens=sum(min(draw.length, self._row_tokens) for draw in kept),
+            tokens=tokens,
+            fill=tokens / (len(planned.rows) * self._row_tokens),
             samples=len(kept),
             wait_s=self._clock.seconds,
         )
@@ -291,6 +296,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """JSON-able state after the last step handed out, the same on every rank and on any mesh."""
         return {
+            "format": STATE_FORMAT,
             "settings": self._settings,
             "planner": self._state,
             "left_out": self._left_out.state_dict(),
@@ -311,6 +317,12 @@ class Loader:
     def _load(self, state: Mapping[str, Any]) -> None:
         if self._begun:
             raise RuntimeError("this loader has begun already; load the state before the first step")
+        if state.get("format", 1) != STATE_FORMAT:
+            raise ValueError(
+                f"the loader's state has format {state.get('format', 1)}, this version of seqbraid reads "
+                f"{STATE_FORMAT}: the two draw the samples of an epoch in another order; finish the run with "
+                "the version that it began with, or start a new one"
+            )
         for name, value in self._settings.items():
             saved = state["settings"][name]
             if saved != value:

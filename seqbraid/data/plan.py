@@ -36,6 +36,8 @@ class Draw(NamedTuple):
     """Its index in the source."""
     length: int
     """As measured, before any cut."""
+    left_out: int = 0
+    """Positions of its epoch just before this one whose samples were left out."""
 
 
 class BadSample(NamedTuple):
@@ -52,8 +54,8 @@ class PlannedStep:
     """One optimizer step of the whole job."""
 
     step: int
-    epoch: int
-    """Of the oldest sample in the first row."""
+    epoch: float
+    """Passes over the data up to and with this step: 1.5 in the middle of the second."""
     rows: list[list[Draw]]
     bad: list[BadSample]
     """Found on the way to this step, each once by a planner."""
@@ -86,6 +88,7 @@ class _Stream:
         self._window: list[Measured] = []  # measured samples from `position` on, the next one last
         self.position = 0
         self._usable = 0  # samples of this epoch that went into rows
+        self._left_out = 0  # samples of this epoch that did not, since the latest that did
         self.reported: set[int] = set()
         self.bad: list[BadSample] = []
         self.lost: list[Draw] = []
@@ -101,10 +104,13 @@ class _Stream:
         while not self.at_end:
             if not self._window:
                 self._window = list(reversed(self._measure(self.position)))
-            draw = self._judge(Draw(self.position, *self._window[-1][:2]), self._window[-1].reason)
+            draw = self._judge(
+                Draw(self.position, *self._window[-1][:2], self._left_out), self._window[-1].reason
+            )
             self._window.pop()
             self.position += 1
             self._usable += draw is not None
+            self._left_out = self._left_out + 1 if draw is None else 0
             if self.position % self._order.num_samples == 0:
                 self._end_epoch()
             if draw is not None:
@@ -137,13 +143,13 @@ class _Stream:
                 f"none of the {self._order.num_samples} samples can be used: {len(self.reported)} are bad, "
                 f"the others longer than row_tokens={self._row_tokens}" + (f" ({bad}, …)" if bad else "")
             )
-        self._usable = 0
+        self._usable = self._left_out = 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position, "usable": self._usable}
+        return {"position": self.position, "usable": self._usable, "left_out": self._left_out}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.position, self._usable = state["position"], state["usable"]
+        self.position, self._usable, self._left_out = state["position"], state["usable"], state["left_out"]
 
 
 class StepPlanner:
@@ -187,7 +193,12 @@ class StepPlanner:
         self._stream = _Stream(order, measure, where, row_tokens, over_long, on_bad_sample)
         # What is too long is judged by the stream, which can name it: the packer sees lengths that fit.
         self._packer = StreamingPacker[Draw](
-            row_tokens, lambda draw: min(draw.length, row_tokens), buffer_size, "error", order.seed
+            row_tokens,
+            lambda draw: min(draw.length, row_tokens),
+            buffer_size,
+            "error",
+            order.seed,
+            epoch=lambda draw: order.epoch(draw.position),
         )
         self._rows: Iterator[list[Draw]] | None = None
         self._step = 0
@@ -202,15 +213,26 @@ class StepPlanner:
         step, self._step = self._step, self._step + 1
         state = self.state_dict()
         bad, over_long = self.left_out()
+        done = self._done()
         return PlannedStep(
             step=step,
-            epoch=self._order.epoch(min(draw.position for draw in rows[0])),
+            epoch=done / self._order.num_samples,
             rows=rows,
             bad=bad,
             over_long=over_long,
-            done=self._stream.position - len(state["packer"]["buffered"]),
+            done=done,
             state=state,
         )
+
+    def _done(self) -> int:
+        """Positions that are behind: all but those of samples at hand and of what was left out before."""
+        at_hand = self._packer.at_hand()
+        epoch = min((self._order.epoch(draw.position) for draw in at_hand), default=None)
+        if epoch is None:
+            return self._stream.position
+        waiting = [draw for draw in at_hand if self._order.epoch(draw.position) == epoch]
+        end = min(self._stream.position, (epoch + 1) * self._order.num_samples)
+        return end - sum(1 + draw.left_out for draw in waiting)
 
     def left_out(self) -> tuple[list[BadSample], list[Draw]]:
         """Bad and over-long samples that no step has reported yet; they are then reported."""
@@ -223,7 +245,10 @@ class StepPlanner:
         packer = self._packer.state_dict()
         del packer["source"]  # it is given separately, also at the end of the stream
         packer["report"]["over_long"] = []  # as it is, for JSON has no tuples
-        packer["buffered"] = [{**sample, "item": list(sample["item"])} for sample in packer["buffered"]]
+        packer["waiting"], *packer["planned"] = [
+            [{**sample, "item": list(sample["item"])} for sample in row]
+            for row in (packer["waiting"], *packer["planned"])
+        ]
         return {"step": self._step, "stream": self._stream.state_dict(), "packer": packer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -231,12 +256,16 @@ class StepPlanner:
         self._step = state["step"]
         self._stream.load_state_dict(state["stream"])
         packer = state["packer"]
+        waiting, *planned = [
+            [{**sample, "item": Draw(*sample["item"])} for sample in row]
+            for row in (packer["waiting"], *packer["planned"])
+        ]
         self._packer.load_state_dict(
             {
                 **packer,
-                "buffered": [{**sample, "item": Draw(*sample["item"])} for sample in packer["buffered"]],
-                # The number of epochs may be another than when the state was taken.
-                "exhausted": self._stream.at_end,
+                "waiting": waiting,
+                "planned": planned,
+                "exhausted": False,  # the stream tells: it may have more epochs than when the state was taken
                 "source": state["stream"],
             }
         )

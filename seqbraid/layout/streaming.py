@@ -3,9 +3,9 @@
 import copy
 import logging
 import operator
-from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_args, runtime_checkable
@@ -19,6 +19,10 @@ OverLong = Literal["error", "truncate", "drop"]
 
 MAX_LISTED = 1000  # over-long samples beyond it are only counted: neither log nor state grows with the stream
 TEXT_KEYS = ("input_ids", "labels", "attention_mask")
+
+FULL = 0.99  # rows that are filled less may wait for the samples to come,
+HELD_BACK = 1 / 8  # but no more than so many of the rows planned at a time,
+TIMES_HELD_BACK = 4  # and no sample more than so many times
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class _Buffered(NamedTuple, Generic[T]):
     source_index: int
     length: int
     item: T
+    times_held_back: int = 0
 
 
 def truncate_sample(sample: Mapping[str, Any], limit: int) -> dict[str, Any]:
@@ -68,17 +73,24 @@ def truncate_sample(sample: Mapping[str, Any], limit: int) -> dict[str, Any]:
 class StreamingPacker(Generic[T]):
     """Packs one pass over a source into rows of up to `row_tokens` tokens, `buffer_size` samples at hand.
 
-    Each row starts with the oldest buffered sample and takes the longest one that still fits until none does.
-    So no sample starves: it is in one of the `buffer_size` rows that follow its entry into the buffer, and
-    sample i of the source, counted from 0, is in row i or before. Samples of equal length are drawn, and the
-    order in the row is shuffled, by a generator seeded with `seed`.
+    The samples at hand are planned together: a row starts with the oldest and takes the longest one that
+    still fits until none does. The rows come out in random order, so that lengths do not drift, and while
+    they do, samples come in for the next plan. The emptiest few of a plan's rows are held back for that one:
+    at most an eighth, and no sample more than four times. So no sample starves: at most `6 * buffer_size`
+    rows come between its draw and its own.
+
+    Samples for which `epoch(item)` differs never share a row, and all rows of an epoch come before those of
+    the next, nothing held back, so that each of its samples is seen before any of the next.
+
+    Samples of equal length are drawn, and rows and the order in a row are shuffled, by a generator seeded
+    with `seed`.
 
     `length(item)` is the expanded length. A sample longer than a row raises (`over_long="error"`), goes
     through `truncate(item, row_tokens)` (`"truncate"`; `truncate_sample` unless given) or is left out
     (`"drop"`); `report` counts the latter two.
 
     >>> packer = StreamingPacker(row_tokens=8, length=len, buffer_size=4)
-    >>> [sorted(map(len, row)) for row in packer.pack(["a" * n for n in (6, 3, 5, 2)])]
+    >>> sorted(sorted(map(len, row)) for row in packer.pack(["a" * n for n in (6, 3, 5, 2)]))
     [[2, 6], [3, 5]]
     """
 
@@ -90,6 +102,7 @@ class StreamingPacker(Generic[T]):
         over_long: OverLong = "error",
         seed: int = 0,
         truncate: Callable[[T, int], T] | None = None,
+        epoch: Callable[[T], int] | None = None,
     ) -> None:
         if row_tokens < 1:
             raise ValueError(f"row_tokens={row_tokens} holds no sample; it must be at least 1")
@@ -103,12 +116,12 @@ class StreamingPacker(Generic[T]):
         self.seed = seed
         self._length = length
         self._truncate = truncate or cast(Callable[[T, int], T], truncate_sample)
+        self._epoch = epoch or (lambda item: 0)
         self._rng = np.random.default_rng(seed)
         self.report = PackingReport()
 
-        self._buffer: OrderedDict[int, _Buffered[T]] = OrderedDict()  # by index in the source: oldest first
-        self._indices_of: dict[int, list[int]] = {}  # length -> indices of the buffered samples, oldest first
-        self._lengths: list[int] = []  # keys of _indices_of, ascending
+        self._waiting: list[_Buffered[T]] = []  # for the next plan, oldest first
+        self._planned: deque[list[_Buffered[T]]] = deque()  # rows, in the order in which they go out
 
         self._source: Iterable[T] | None = None
         self._source_state: Any = None
@@ -146,7 +159,9 @@ class StreamingPacker(Generic[T]):
             yield row
 
     def _fill_buffer(self, samples: Iterator[T]) -> None:
-        while not self._exhausted and len(self._buffer) < self.buffer_size:
+        space = self.buffer_size - len(self._waiting) - sum(map(len, self._planned))
+        # No more than the first of a new epoch: what is left out would be reported long before its turn.
+        while space > 0 and not self._exhausted and len(self._first_epoch()) == len(self._waiting):
             try:
                 item = next(samples)
             except StopIteration:
@@ -155,7 +170,15 @@ class StreamingPacker(Generic[T]):
             sample = self._fitted(self.report.drawn, item)
             self.report = replace(self.report, drawn=self.report.drawn + 1)
             if sample is not None:
-                self._add(sample)
+                self._waiting.append(sample)
+                space -= 1
+
+    def _first_epoch(self) -> list[_Buffered[T]]:
+        """The waiting samples of the oldest one's epoch: but for the latest, all that wait."""
+        waiting = self._waiting
+        if waiting and self._epoch(waiting[-1].item) != self._epoch(waiting[0].item):
+            return waiting[:-1]
+        return waiting
 
     def _fitted(self, index: int, item: T) -> _Buffered[T] | None:
         """The sample as it goes into a row, cut where need be; None if it is dropped."""
@@ -201,33 +224,44 @@ class StreamingPacker(Generic[T]):
                 "sample %d has %d tokens, a row holds %d: %s", index, length, self.row_tokens, what
             )
 
-    def _add(self, sample: _Buffered[T]) -> None:
-        self._buffer[sample.source_index] = sample
-        if sample.length not in self._indices_of:
-            self._indices_of[sample.length] = []
-            insort(self._lengths, sample.length)
-        self._indices_of[sample.length].append(sample.source_index)
-
-    def _take(self, length: int, place: int) -> T:
-        """Take out the sample at `place` among those of this length; the others stay oldest first."""
-        indices = self._indices_of[length]
-        index = indices.pop(place)
-        if not indices:
-            del self._indices_of[length]
-            del self._lengths[bisect_left(self._lengths, length)]
-        return self._buffer.pop(index).item
-
     def _next_row(self) -> list[T]:
-        if not self._buffer:
+        if not self._planned and self._waiting:
+            self._plan()
+        if not self._planned:
             return []
-        oldest = next(iter(self._buffer.values()))
-        row = [self._take(oldest.length, 0)]
-        space = self.row_tokens - oldest.length
-        while num_fitting := bisect_right(self._lengths, space):
-            length = self._lengths[num_fitting - 1]
-            row.append(self._take(length, int(self._rng.integers(len(self._indices_of[length])))))
-            space -= length
-        return [row[place] for place in self._rng.permutation(len(row))]
+        row = self._planned.popleft()
+        return [row[place].item for place in self._rng.permutation(len(row))]
+
+    def _plan(self) -> None:
+        samples = self._first_epoch()
+        rest = self._waiting[len(samples) :]
+        rows = plan_rows(samples, self.row_tokens, self._rng)
+        held_back = [] if self._exhausted or rest else self._worth_holding_back(rows)
+        back = {sample.source_index for row in held_back for sample in row}
+        self._waiting = [
+            sample._replace(times_held_back=sample.times_held_back + 1)
+            for sample in samples
+            if sample.source_index in back
+        ] + rest
+        kept = [row for row in rows if row[0].source_index not in back]
+        self._planned.extend(kept[place] for place in self._rng.permutation(len(kept)))
+
+    def _worth_holding_back(self, rows: list[list[_Buffered[T]]]) -> list[list[_Buffered[T]]]:
+        """The emptiest rows, that samples to come may fill better."""
+        tokens = [sum(sample.length for sample in row) for row in rows]
+        emptiest_first = sorted(range(len(rows)), key=tokens.__getitem__)
+        found = [
+            rows[place]
+            for place in emptiest_first
+            if tokens[place] < FULL * self.row_tokens
+            and all(sample.times_held_back < TIMES_HELD_BACK for sample in rows[place])
+        ]
+        return found[: int(HELD_BACK * len(rows))]
+
+    def at_hand(self) -> list[T]:
+        """The samples that were drawn and are in no row yet."""
+        rows = (self._waiting, *self._planned)
+        return [sample.item for row in rows for sample in row]
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("row_tokens", "buffer_size", "over_long", "seed")}
@@ -243,7 +277,8 @@ class StreamingPacker(Generic[T]):
         return {
             "settings": self._settings(),
             "report": asdict(self.report),
-            "buffered": [sample._asdict() for sample in self._buffer.values()],
+            "waiting": [sample._asdict() for sample in self._waiting],
+            "planned": [[sample._asdict() for sample in row] for row in self._planned],
             "rng": self._rng.bit_generator.state,
             "exhausted": self._exhausted,
             "source": source_state,
@@ -253,6 +288,10 @@ class StreamingPacker(Generic[T]):
         """Go on where `state` was taken; for a new packer with the same settings, before `pack`."""
         if self._source is not None or self.report.drawn:
             raise RuntimeError("this packer has begun already; load the state into a new StreamingPacker")
+        if "planned" not in state:
+            raise ValueError(
+                "the state is of a version of seqbraid that drew samples in another order; start anew"
+            )
         for name, value in self._settings().items():
             saved = state["settings"][name]
             if saved != value:
@@ -261,8 +300,40 @@ class StreamingPacker(Generic[T]):
                 )
         over_long = tuple((index, length) for index, length in state["report"]["over_long"])
         self.report = PackingReport(**{**state["report"], "over_long": over_long})
-        for sample in state["buffered"]:
-            self._add(_Buffered(**sample))
+        self._waiting = [_Buffered(**sample) for sample in state["waiting"]]
+        self._planned = deque([_Buffered(**sample) for sample in row] for row in state["planned"])
         self._rng.bit_generator.state = state["rng"]
         self._exhausted = state["exhausted"]
         self._source_state = state["source"]
+
+
+def plan_rows(
+    samples: Sequence[_Buffered[T]], row_tokens: int, rng: np.random.Generator
+) -> list[list[_Buffered[T]]]:
+    """Rows of samples, each the oldest that is left and the longest ones that still fit."""
+    places_of = defaultdict[int, list[int]](list)  # length -> places of the samples left, oldest first
+    for place, sample in enumerate(samples):
+        places_of[sample.length].append(place)
+    lengths = sorted(places_of)
+
+    def take(length: int, number: int) -> _Buffered[T]:
+        places = places_of[length]
+        place = places.pop(number)
+        left.discard(place)
+        if not places:
+            del lengths[bisect_left(lengths, length)]
+        return samples[place]
+
+    left = set(range(len(samples)))
+    rows: list[list[_Buffered[T]]] = []
+    for place, oldest in enumerate(samples):
+        if place not in left:
+            continue
+        row = [take(oldest.length, 0)]
+        space = row_tokens - oldest.length
+        while num_fitting := bisect_right(lengths, space):
+            length = lengths[num_fitting - 1]
+            row.append(take(length, int(rng.integers(len(places_of[length])))))
+            space -= length
+        rows.append(row)
+    return rows

@@ -47,6 +47,7 @@ class StepMeter:
         flops: float | None = None,
         correct_tokens: int | None = None,
         epoch: float = 0.0,
+        fill: float | None = None,
     ) -> dict[str, float]:
         """The metrics of the step that ends now.
 
@@ -62,7 +63,8 @@ class StepMeter:
             data_wait_s: how long the step waited for its samples.
             flops: what the model's arithmetic needed (`flops.ModelFlops.step`).
             correct_tokens: labels that had the largest logit.
-            epoch: passes over the data that are complete.
+            epoch: passes over the data so far.
+            fill: share of the step's rows that holds tokens.
         """
         now = time.perf_counter()
         seconds = max(now - self._began, 1e-9)  # clocks tick coarsely
@@ -83,6 +85,8 @@ class StepMeter:
         }
         if flops is not None and self.peak is not None:
             found["mfu"] = flops / (seconds * self.devices * self.peak)
+        if fill is not None:
+            found["fill"] = fill
         if correct_tokens is not None:
             found["accuracy"] = correct_tokens / max(label_tokens, 1)
         return {name: float(value) for name, value in found.items()}

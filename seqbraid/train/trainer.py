@@ -207,6 +207,7 @@ class Trainer:
             flops=work.flops,
             correct_tokens=int(correct),
             epoch=data.epoch,
+            fill=data.fill,
         )
         self._after_step(metrics, work.stop)
         return work.stop

@@ -129,10 +129,38 @@ def test_a_bad_sample_stays_out_of_the_run_even_if_it_is_mended_before_the_run_g
     assert resumed.bad.count == 1
 
 
+def test_an_epoch_is_a_permutation_after_a_resume_on_another_mesh_too() -> None:
+    """A set smaller than the buffer: its samples are drawn once each before any is drawn again."""
+    options = {"source": records(96), "row_tokens": 64, "rows_per_step": 2, "buffer_size": 1024, "epochs": 3}
+    steps, states = alone(**options)
+    middle = next(i for i, (head, _) in enumerate(steps) if head[1] > 1.4)
+    found = ranks.run(
+        on_a_rank, 4, {"dp_shard": 2, "ring": 2}, options, json.loads(json.dumps(states[middle]))
+    )
+    assert joined(found) == padded(steps[middle + 1 :], 2)
+    drawn = [i for _, rows in steps[: middle + 1] + joined(found) for row in rows for i in row]
+    seen, num_drawn = 0.0, 0
+    for (_, epoch, *_), rows in steps:
+        num_drawn += sum(map(len, rows))
+        assert epoch == num_drawn / 96 > seen
+        seen = epoch
+    of_epochs = [set(drawn[first : first + 96]) for first in (0, 96, 192)]
+    assert len(drawn) == 288 and all(len(samples) > 96 - 2 * 64 for samples in of_epochs)
+
+
+def test_a_step_tells_how_full_its_rows_are() -> None:
+    steps = list(loader(rows_per_step=2, epochs=1))
+    for step in steps:
+        assert step.fill == step.tokens / (32 * len(step.rows))
+    assert sum(step.tokens for step in steps) == sum(record["n"] for record in records(37))
+
+
 def test_a_state_of_other_data_or_settings_is_refused() -> None:
     one = loader()
     next(one)
     state = one.state_dict()
+    with pytest.raises(ValueError, match=r"format 1, this version of seqbraid reads 2: .* another order"):
+        loader().load_state_dict({key: value for key, value in state.items() if key != "format"})
     for options, message in [
         ({"seed": 1}, "seed=0 but this loader has seed=1"),
         ({"rows_per_step": 4}, "rows_per_step=3 but this loader has rows_per_step=4"),

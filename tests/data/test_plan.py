@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from seqbraid.data.order import SampleOrder
 from seqbraid.data.plan import BAD, Measured, PlannedStep, StepPlanner
@@ -58,11 +62,65 @@ def test_every_sample_is_drawn_once_per_epoch_and_rows_hold_no_more_than_they_ma
     assert [step.step for step in plan] == list(range(len(plan)))
     assert all(len(step.rows) == 3 for step in plan[:-1])
     assert 1 <= len(plan[-1].rows) <= 3
+    drawn = 0
     for step in plan:
-        assert step.epoch == min(draw.position for draw in step.rows[0]) // 37
-    mixed = [{draw.position // 37 for draw in row} for step in plan for row in step.rows]
-    assert {0, 1} in mixed, "rows are meant to go over the end of an epoch"
-    assert plan[-1].done == 3 * 37
+        drawn += sum(map(len, step.rows))
+        assert (step.done, step.epoch) == (drawn, drawn / 37)
+    assert plan[-1].epoch == 3.0
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    """Sets smaller and larger than the buffer, some of whose samples are bad or too long."""
+    lengths = draw(st.lists(st.sampled_from([BAD, 1, 2, 3, 5, 8, 13, 16, 17, 40]), min_size=1, max_size=40))
+    return {
+        "lengths": [*lengths, draw(st.integers(1, 16))],  # one at least is usable
+        "row_tokens": 16,
+        "rows_per_step": draw(st.integers(1, 5)),
+        "buffer_size": draw(st.integers(1, 30) | st.just(1024)),
+        "over_long": draw(st.sampled_from(["drop", "truncate"])),
+        "on_bad_sample": "skip",
+        "epochs": draw(st.integers(1, 4)),
+        "seed": draw(st.integers(0, 3)),
+        "shuffle": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=300, deadline=None)
+@given(runs(), st.integers(1, 50), st.integers(0, 200))
+def test_an_epoch_is_a_permutation_in_every_run_and_after_any_resume(
+    run: dict[str, Any], window: int, stop: int
+) -> None:
+    plan = list(steps(planner(**run)))
+    lengths, longest = run["lengths"], 16 if run["over_long"] == "drop" else 99
+    usable = [sample for sample, length in enumerate(lengths) if 0 < length <= longest]
+    drawn = [draw.sample for step in plan for row in step.rows for draw in row]
+    of_epochs = [drawn[first : first + len(usable)] for first in range(0, len(drawn), len(usable))]
+    assert [sorted(samples) for samples in of_epochs] == [usable] * run["epochs"]
+
+    drawn_so_far, seen = 0, 0.0
+    for step in plan:
+        drawn_so_far += sum(map(len, step.rows))
+        assert step.epoch == step.done / len(lengths) > seen
+        # What is left out counts with the sample that follows it, so no epoch ends before all are drawn.
+        assert step.epoch // 1 <= drawn_so_far // len(usable) and drawn_so_far <= step.done
+        seen = step.epoch
+
+    done = plan[stop % len(plan)]
+    resumed = planner(**run, window=window)
+    resumed.load_state_dict(json.loads(json.dumps(done.state)))
+    rest = [replace(step, bad=[]) for step in steps(resumed)]  # those found before are reported again
+    assert rest == [replace(step, bad=[]) for step in plan[done.step + 1 :]]
+
+
+def test_a_set_smaller_than_the_buffer_is_not_drawn_from_many_epochs_at_once() -> None:
+    """96 samples once had 30 of them seen after 99 draws, and one 12 times."""
+    lengths = np.random.default_rng(0).integers(20, 400, 96).tolist()
+    endless = steps(planner(lengths, row_tokens=512, rows_per_step=2, buffer_size=1024, epochs=None))
+    drawn = [draw.sample for step in islice(endless, 150) for row in step.rows for draw in row]
+    for first in range(0, 288, 96):
+        assert len(set(drawn[first : first + 96])) == 96
+    assert drawn[:96] != drawn[96:192], "the order is another in each epoch"
 
 
 def test_the_plan_does_not_depend_on_how_the_samples_are_measured() -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ def make_packer(case: dict[str, Any]) -> StreamingPacker[Item]:
         over_long=case["over_long"],
         seed=case["seed"],
         truncate=lambda item, limit: [item[0], limit],
+        epoch=lambda item: item[0] // case.get("per_epoch", 1 << 30),
     )
 
 
@@ -38,6 +40,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "items": [[index, length] for index, length in enumerate(lengths)],
         "row_tokens": row_tokens,
         "buffer_size": draw(st.integers(1, 12)),
+        "per_epoch": draw(st.integers(1, 30)),
         "over_long": over_long,
         "seed": draw(st.integers(0, 3)),
     }
@@ -72,22 +75,33 @@ def test_every_sample_is_in_one_row_and_no_row_is_over_full(case: dict[str, Any]
 
 @THOROUGH
 @given(cases())
+def test_every_sample_of_an_epoch_is_in_a_row_before_any_of_the_next(case: dict[str, Any]) -> None:
+    rows = [{index // case["per_epoch"] for index, _ in row} for row in make_packer(case).pack(case["items"])]
+    assert all(len(epochs) == 1 for epochs in rows), "a row of two epochs"
+    in_order = [epoch for (epoch,) in rows]
+    assert in_order == sorted(in_order)
+
+
+@THOROUGH
+@given(cases())
 def test_a_row_is_the_oldest_sample_and_the_longest_that_fit(case: dict[str, Any]) -> None:
+    """Of an epoch that is at hand whole: its rows are those of one plan."""
+    case = {**case, "buffer_size": 30, "per_epoch": 30}
     waiting = expected_items(case)
-    for row in make_packer(case).pack(case["items"]):
-        buffered = waiting[: case["buffer_size"]]
-        assert buffered[0] in row, "the oldest sample was passed over"
-        assert all(item in buffered for item in row), "a sample from beyond the buffer"
-        space = case["row_tokens"] - buffered[0][1]
-        lengths = [length for _, length in buffered[1:]]
-        greedy = [buffered[0][1]]
+    rows = list(make_packer(case).pack(case["items"]))
+    while waiting:
+        row = next(row for row in rows if waiting[0] in row)
+        space = case["row_tokens"] - waiting[0][1]
+        lengths = [length for _, length in waiting[1:]]
+        greedy = [waiting[0][1]]
         while fitting := [length for length in lengths if length <= space]:
             greedy.append(max(fitting))
             lengths.remove(max(fitting))
             space -= max(fitting)
         assert Counter(length for _, length in row) == Counter(greedy)
+        rows.remove(row)
         waiting = [item for item in waiting if item not in row]
-    assert not waiting
+    assert not rows
 
 
 @THOROUGH
@@ -107,11 +121,33 @@ def test_the_buffer_keeps_its_bound_and_no_sample_starves(case: dict[str, Any]) 
 
     packer = make_packer(case)
     for row in packer.pack(source()):
+        assert len(packer.at_hand()) <= case["buffer_size"]
         for index, _ in row:
-            assert num_rows < rows_before_draw[index] + case["buffer_size"]
-            assert num_rows <= index
+            assert num_rows <= rows_before_draw[index] + 6 * case["buffer_size"]
         num_rows += 1
         num_out += len(row)
+    assert packer.at_hand() == []
+
+
+@pytest.mark.parametrize(("per_epoch", "num_epochs", "least_fill"), [(300, 60, 0.98), (20_000, 1, 0.998)])
+def test_rows_are_full_and_long_samples_come_no_earlier_than_short_ones(
+    per_epoch: int, num_epochs: int, least_fill: float
+) -> None:
+    """Neither in the course of a large set nor in each pass over a small one."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, per_epoch), 1, 4096).astype(int).tolist()
+    items = [[index, lengths[index % per_epoch]] for index in range(per_epoch * num_epochs)]
+    case = {"items": items, "row_tokens": 4096, "over_long": "error", "seed": 0, "buffer_size": 1024}
+    rows = list(make_packer({**case, "per_epoch": per_epoch}).pack(items))
+    assert sum(lengths) * num_epochs / (4096 * len(rows)) > least_fill
+    found: dict[int, list[list[Item]]] = {}
+    for row in rows:
+        found.setdefault(row[0][0] // per_epoch, []).append(row)
+    per_row = [0.0, 0.0, 0.0]
+    for of_epoch in found.values():
+        for third in range(3):
+            part = of_epoch[third * len(of_epoch) // 3 : (third + 1) * len(of_epoch) // 3]
+            per_row[third] += sum(map(len, part)) / len(part) / num_epochs
+    assert max(per_row) < 1.1 * min(per_row)
 
 
 @THOROUGH
@@ -280,6 +316,13 @@ def test_a_state_of_other_settings_is_refused(changed: dict[str, Any], message: 
     state = StreamingPacker(8, length=len).state_dict()
     with pytest.raises(ValueError, match=message):
         StreamingPacker(**{"row_tokens": 8, "length": len, **changed}).load_state_dict(state)
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    state = StreamingPacker(8, length=len).state_dict()
+    old = {key: value for key, value in state.items() if key not in ("waiting", "planned")} | {"buffered": []}
+    with pytest.raises(ValueError, match="a version of seqbraid that drew samples in another order"):
+        StreamingPacker(8, length=len).load_state_dict(old)
 
 
 def test_a_packer_makes_one_pass() -> None:

@@ -194,9 +194,10 @@ def test_the_meter_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["step_s"] == 2.0
     assert found["tokens_per_s"] == 450.0 and found["tokens_per_s_per_device"] == 112.5
     assert found["mfu"] == 0.5 and found["accuracy"] == 0.5
-    assert found["padding"] == pytest.approx(0.1)
+    assert found["padding"] == pytest.approx(0.1) and "fill" not in found
     now[0] = 102.5
-    assert meter.step(**counts, physical_tokens=1000, data_wait_s=0.1)["step_s"] == 0.5
+    found = meter.step(**counts, physical_tokens=1000, data_wait_s=0.1, fill=0.75, epoch=1.5)
+    assert (found["step_s"], found["fill"], found["epoch"]) == (0.5, 0.75, 1.5)
     now[0] = 110.0
     meter.start()  # an evaluation took 7.5 s
     now[0] = 111.0

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 METRICS = (
     "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "data_wait_s", "padding",
-    "accuracy", "eval_accuracy", "tokens", "step_s",
+    "fill", "accuracy", "eval_accuracy", "tokens", "step_s",
 )  # fmt: skip
 """What is kept of a log; the rest of a long one need not be in memory."""
 

@@ -67,6 +67,7 @@ CHARTS = (
     Chart("Peak memory", "memory_gib", "GiB"),
     Chart("Waiting for data", "data_wait_s", "s per step"),
     Chart("Padding", "padding", "% of the slots", scale=100.0),
+    Chart("Rows filled", "fill", "% of row_tokens", scale=100.0),
 )
 
 

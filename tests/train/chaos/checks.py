@@ -23,6 +23,7 @@ SAME = (
     "tokens",
     "label_tokens",
     "padding",
+    "fill",
     "accuracy",
     "epoch",
     "eval_loss",
