@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from seqbraid.ops.kernels import KernelOptions
 from seqbraid.train.checkpoint import files as checkpoint_files
 from seqbraid.train.config import (
     CheckpointConfig,
@@ -385,7 +386,11 @@ TROUBLE: dict[str, tuple[Callable[[TrainConfig], None], dict[str, Any], str]] = 
     "a sink that the first rank opens": (train, {"log": LogConfig(sinks=["nowhere"])}, "nowhere"),
     "a log that the first rank writes": (_with_a_full_disk, {}, "no space left"),
     "a folder that the first rank makes": (train, {"out": "/proc/none"}, "/proc/none"),
-    "attention that is not installed": (train, {"attention": "flash_attention_3"}, "cannot be loaded"),
+    "attention that is not installed": (
+        train,
+        {"kernels": KernelOptions(attention="flash_attention_3")},
+        "flash_attention_3",
+    ),
 }
 
 
