@@ -121,6 +121,17 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
         assert len(list(root.glob("won-*"))) == 1
 
 
+def test_a_lock_that_another_took_in_the_meantime_is_left_to_it(tmp_path: Path) -> None:
+    """Both have found the same stale lock; one was quicker."""
+    theirs, late = Lock(tmp_path), object.__new__(Lock)
+    late.path, late.token = theirs.path, "late"
+    late._set_aside("stale")
+    theirs.check()
+    assert json.loads(theirs.path.read_text())["token"] == theirs.token
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK_FILE]
+    theirs.release()
+
+
 def test_a_folder_that_holds_other_things_is_refused_untouched(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     for name in ("config.yaml", "log.jsonl", "model/config.json", "notes/a.txt"):
         out = tmp_path / name.replace("/", "-")
