@@ -8,7 +8,7 @@ READY = $(VENV)/.ready
 KERNELS = $(VENV)/kernels
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: setup test test-oldest lint demo bench chaos clean
+.PHONY: setup test test-oldest lint demo bench models chaos clean
 
 setup: $(READY)
 
@@ -45,6 +45,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/loss_memory.py
 	$(BIN)/python benchmarks/memory_per_rank.py
+
+# What holds for every causal language model type of transformers, into docs/models.md; goes on where it was stopped.
+models: $(READY)
+	$(BIN)/python -W ignore -m tests.models.table --docs docs/models.md
 
 # Kills ranks at random moments, twenty times of each kind, and looks whether the resumed runs are bit for bit right.
 chaos: $(READY)

@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+FEWEST = 4
+"""Numbers that `agree` sends at least, beside its own."""
+
 
 def gather_ints(handle: dist.ProcessGroup | None, values: Sequence[int]) -> list[list[int]]:
     """What every rank of a (CPU) process group brings, in rank order."""
@@ -34,14 +37,17 @@ def agree(
     on every rank: a `ValueError` on every rank says what differs.
     """
     digest = 0 if error is not None or alike is None else _digest(alike)
-    found = gather_ints(handle, [error is not None, digest, *values])
+    # As many numbers whatever is agreed on: ranks in different calls are to hear of it, but gloo ends
+    # a process that gets more bytes than it waits for.
+    padding = [0] * (FEWEST - len(values))
+    found = gather_ints(handle, [error is not None, digest, *values, *padding])
     if any(row[0] for row in found):
         _raise(handle, error, len(found))
-    if len({row[1] for row in found}) > 1:
+    if len({row[1] for row in found}) > 1:  # other settings, or another call altogether
         of_ranks: list[Any] = [None] * len(found)
         dist.all_gather_object(of_ranks, alike, group=handle)
-        raise ValueError(_difference(of_ranks))
-    return [row[2:] for row in found]
+        raise ValueError(_difference([of_rank or {} for of_rank in of_ranks]))
+    return [row[2 : 2 + len(values)] for row in found]
 
 
 def _raise(handle: dist.ProcessGroup | None, error: Exception | None, size: int) -> NoReturn:
@@ -68,8 +74,8 @@ def _digest(alike: Mapping[str, Any]) -> int:
 def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str:
     """The first thing in which ranks differ, in words."""
     for rank, of_rank in enumerate(of_ranks):
-        for name, value in of_rank.items():
-            first = of_ranks[0][name]
+        for name in {**of_ranks[0], **of_rank}:
+            value, first = of_rank.get(name), of_ranks[0].get(name)
             if repr(value) == repr(first):
                 continue
             if isinstance(value, Mapping) and isinstance(first, Mapping):

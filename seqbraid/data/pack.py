@@ -64,7 +64,7 @@ def pack(
     except Exception as problem:
         error = problem
     # A bad sample is seen by the ranks that have it alone; the others must not wait for them in the forward.
-    agree(mesh.cpu_group, error)
+    agree(mesh.cpu_group, error, alike={"the call": "pack"})
     assert batch is not None
     return batch
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
 from ..mesh import Mesh
@@ -20,9 +17,11 @@ from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
 from ..sequence_parallel.ulysses import HeadPlan
 from . import attention
 from .batch import PackedBatch
+from .decoder import find_decoder, find_layers
 from .dropout import active_dropout, braid_dropout
 from .experts import are_experts, braid_experts
 from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
+from .head import check_nothing_around, check_plain, find_head, refuse_adapter
 from .randomness import no_random_numbers, refuse_random_layers
 from .router import check_router_loss
 from .running import bind_layer, running, unbind
@@ -37,7 +36,7 @@ MARK = "_is_braided"
 """An attribute of a model from `braid` to `unbraid`."""
 
 RECURRENT = re.compile(
-    r"Mamba|SSM|Ssm[A-Z]|R[Ww][Kk][Vv]|Recurrent|Retention|Hyena|Delta|LinearAtt|Conv(?!ers)"
+    r"Mamba|SSM|Ssm[A-Z]|R[Ww][Kk][Vv]|Recurrent|Retention|Hyena|Delta|Lightning|LinearAtt|Conv(?!ers)"
 )
 """Names of modules that carry state from token to token in a way the attention interface does not show."""
 
@@ -50,26 +49,20 @@ class Adapter:
         self.config = model.config.get_text_config()
         self.name = type(model).__name__
         self.stock_attention: str = self.config._attn_implementation
-        self.head = _head(model)
+        self._check_config()  # first, as a kind of layers says more than where they are
+        self.head = find_head(model)
         self.decoder = self._decoder()
-        self.decoder_layers = _layers(model, self.decoder, self.config)
+        self.decoder_layers = find_layers(model, self.decoder, self.config)
         self.has_learned_positions = _has_learned_positions(self.decoder, self.config)
         self.gated_delta: list[Any] = [m for m in self.decoder.modules() if is_gated_delta(m)]
         self._router_is_known = False
         self._bound: list[nn.Module] = []
-        self._check_config()
         self._check_mixers()
         _check_embeddings(model)
-        _check_head(model, self.decoder, self.head)
+        check_nothing_around(model, self.decoder, self.head)
 
     def _decoder(self) -> nn.Module:
-        decoder = self.model.base_model
-        if decoder is self.model:
-            raise ValueError(
-                f"{self.name} has no decoder below a language-model head that we can find; load the "
-                "ForCausalLM class of a family that docs/models.md lists as supported"
-            )
-        return decoder
+        return find_decoder(self.model)
 
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
         """What the mesh asks of the model, said before any rank talks to another."""
@@ -147,7 +140,7 @@ class Adapter:
                 f"the head of {self.name} was replaced after parallelize; call release() first and "
                 "parallelize again"
             )
-        _check_plain(self.head, self.name)
+        check_plain(self.head, self.name)
         if self.is_training:
             refuse_random_layers(self.model, self.decoder, self.config, self.name)
         for name, module in active_dropout(self.decoder).items() if seed is None else ():
@@ -243,12 +236,17 @@ class Adapter:
                 "taken over"
             )
         for module in self.gated_delta:
-            _refuse_adapter(module.conv1d, f"the convolution of layer {module.layer_idx} of {self.name}")
+            refuse_adapter(module.conv1d, f"the convolution of layer {module.layer_idx} of {self.name}")
         known = {id(part) for module in self.gated_delta for part in module.modules()}
         for name, module in self.decoder.named_modules():
             if id(module) in known or isinstance(module, Conv1D):  # transformers' Conv1D is a linear layer
                 continue
-            if RECURRENT.search(type(module).__name__):
+            if name and RECURRENT.search(type(module).__name__):
+                if isinstance(module, nn.Conv2d | nn.Conv3d):
+                    raise ValueError(
+                        f"{self.name} has a {type(module).__name__} at {name!r}: parts for images or audio "
+                        "that we do not know; docs/models.md lists what is supported"
+                    )
                 raise ValueError(
                     f"{self.name} has a {type(module).__name__} at {name!r} that carries state between "
                     "tokens in a way we do not know; supported are softmax attention and the gated-delta "
@@ -258,29 +256,6 @@ class Adapter:
 
 def _rope_type(parameters: dict[str, Any]) -> str:
     return str(parameters.get("rope_type", "default"))
-
-
-def _head(model: PreTrainedModel) -> nn.Linear:
-    head = model.get_output_embeddings()
-    _refuse_adapter(head, f"the head of {type(model).__name__}")
-    if not isinstance(head, nn.Linear):
-        raise ValueError(
-            f"{type(model).__name__} has no linear language-model head (found {type(head).__name__}); load "
-            "the model with its ForCausalLM class"
-        )
-    _check_plain(head, type(model).__name__)
-    return head
-
-
-def _check_plain(head: nn.Linear, name: str) -> None:
-    """The loss reads the head's weight: whatever else its call would do is not seen."""
-    own = type(head).forward is not nn.Linear.forward or "forward" in vars(head)
-    if own or head._forward_hooks or head._forward_pre_hooks:
-        what = f"a forward of its own ({type(head).__name__})" if own else "forward hooks"
-        raise ValueError(
-            f"the head of {name} has {what}; the loss reads the head's weight and would not see that: only "
-            "a plain linear head is supported"
-        )
 
 
 def _check_embeddings(model: PreTrainedModel) -> None:
@@ -301,36 +276,6 @@ def _check_embeddings(model: PreTrainedModel) -> None:
                 )
 
 
-def _refuse_adapter(module: nn.Module | None, what: str) -> None:
-    """A wrapper of peft answers `.weight` with the weight it wraps: what it adds would be left out."""
-    if hasattr(module, "base_layer") or hasattr(module, "original_module"):
-        raise ValueError(
-            f"{what} carries an adapter ({type(module).__name__} of {type(module).__module__}); its weight "
-            "is read, so the adapter would not be seen: adapters may be on the linear layers of the decoder "
-            "and the towers"
-        )
-
-
-def _layers(model: PreTrainedModel, decoder: nn.Module, config: Any) -> nn.ModuleList:
-    """The decoder's list of layers, whatever the family calls it."""
-    count = getattr(config, "num_hidden_layers", None)
-    for module in decoder.children():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    kind = "keeps its layers where no text decoder that we know does"
-    if type(decoder).__name__.endswith("DecoderWrapper"):
-        kind = "is the decoder of an encoder-decoder pair"
-    elif hasattr(decoder, "encoder"):
-        kind = "is built as an encoder"
-    elif not hasattr(config, "num_attention_heads"):
-        kind = "has no attention heads: it carries state from token to token in another way"
-    raise ValueError(
-        f"{type(model).__name__} (model_type {model.config.model_type!r}) {kind}; supported are text "
-        "decoders of transformers that keep their layers in one list and use its attention interface "
-        "(docs/models.md lists them)"
-    )
-
-
 def _has_learned_positions(decoder: nn.Module, config: Any) -> bool:
     """Whether positions are looked up in a table, which ends somewhere."""
     limit = getattr(config, "max_position_embeddings", None)
@@ -338,53 +283,3 @@ def _has_learned_positions(decoder: nn.Module, config: Any) -> bool:
         isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
         for name, module in decoder.named_modules()
     )
-
-
-class _FakeOutput(BaseModelOutputWithPast):
-    """A decoder's output that has nothing but hidden states, whatever else the family would look for."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-def _check_head(model: PreTrainedModel, decoder: nn.Module, head: nn.Linear) -> None:
-    """See with made-up tensors that the model's logits are its head on the decoder's output and nothing else.
-
-    Soft-caps, scales and extra layers around the head differ from family to family and release to release;
-    calling the stock forward with the decoder and the head stubbed shows any of them, without touching a
-    weight.
-    """
-    hidden = torch.randn(1, 2, head.in_features)
-    logits = torch.randn(1, 2, 5)
-    given: list[Tensor] = []
-
-    def fake_head(x: Tensor) -> Tensor:
-        given.append(x)
-        return logits
-
-    with ExitStack() as stack, torch.no_grad():
-        stack.enter_context(forward_replaced(head, fake_head))
-        stack.enter_context(forward_replaced(decoder, lambda *_, **__: _FakeOutput(last_hidden_state=hidden)))
-        # A media model embeds its tokens before the decoder.
-        device = model.get_input_embeddings().weight.device
-        found = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False).logits
-    if len(given) != 1 or not torch.equal(given[0], hidden) or not torch.equal(found, logits):
-        raise ValueError(
-            f"{type(model).__name__} changes hidden states before its head or logits after it (a soft-cap "
-            "or a scale); only a plain linear head is supported"
-        )
-
-
-@contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module's calls take another way; afterwards it is as it was."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before

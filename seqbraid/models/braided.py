@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,8 @@ class BraidedModel(nn.Module):
         count = self._agree("forward", batch, label_tokens, seed)
         divisor = count if label_tokens is None else int(label_tokens)
         output: StepOutput = super().__call__(batch, divisor, seed)
-        return output
+        # Around what a sharded model gathers before its backward.
+        return replace(output, loss=backward_once(output.loss, self.mesh.cpu_group))
 
     def forward(self, batch: PackedBatch, label_tokens: int, seed: int | None = None) -> StepOutput:
         """A step that all ranks have agreed on."""
@@ -133,7 +134,7 @@ class BraidedModel(nn.Module):
         own = torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)])
         loss_sum, correct, whole_aux = self.groups["loss"].all_reduce(own).unbind()
         return StepOutput(
-            loss=backward_once(loss),
+            loss=loss,
             mean_loss=(loss_sum / divisor).to(sums.loss.dtype),
             loss_sum=loss_sum.to(sums.loss.dtype),
             label_tokens=label_tokens,

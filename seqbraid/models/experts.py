@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,12 +27,13 @@ def braid_experts(module: nn.Module) -> None:
 
 
 def _forward(
-    stock: Callable[..., Tensor], hidden_TD: Tensor, *routing: Tensor, **routing_by_name: Tensor
+    stock: Callable[..., Tensor], hidden_TD: Tensor, *routing: Any, **routing_by_name: Any
 ) -> Tensor:
     step = running_step()
     rows_R = None if step is None else step.real_rows(hidden_TD.device)
     per_token = (hidden_TD, *routing, *routing_by_name.values())
-    if rows_R is None or any(x.ndim != 2 or len(x) != len(hidden_TD) for x in per_token):
+    # Experts that get tokens sorted by expert are called the stock way: there a slot is not a token.
+    if rows_R is None or any(not _per_token(x, len(hidden_TD)) for x in per_token):
         return stock(hidden_TD, *routing, **routing_by_name)
     if not len(rows_R):  # a rank of padding alone: one slot, so that every parameter takes part
         rows_R = rows_R.new_zeros(1)
@@ -41,3 +43,7 @@ def _forward(
         **{name: x[rows_R] for name, x in routing_by_name.items()},
     )
     return out_RD.new_zeros(len(hidden_TD), out_RD.shape[1]).index_copy(0, rows_R, out_RD)
+
+
+def _per_token(x: Any, num_tokens: int) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 2 and len(x) == num_tokens

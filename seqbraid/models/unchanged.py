@@ -30,7 +30,7 @@ class Unchanged:
             added = set(dict(model.named_modules())) ^ set(self.names)
             return f"modules were added or taken away since parallelize was called: {_few(added)}"
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        for name in self.shapes.keys() | shapes.keys():
+        for name in {**self.shapes, **shapes}:
             before_shape, shape = self.shapes.get(name), shapes.get(name)
             if before_shape != shape:
                 was = "absent" if before_shape is None else f"of shape {list(before_shape)}"

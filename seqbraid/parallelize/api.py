@@ -93,6 +93,7 @@ def _alike(
 ) -> dict[str, Any]:
     """Ranks that compute another model, other layers again, or in another type, would wait for each other."""
     return {
+        "the call": "parallelize",
         "the model": type(model).__name__,
         "config": config_values(model.config.get_text_config()),
         "gated_delta": gated_delta,

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from ..models.adapter import forward_replaced
 from ..models.braided import BraidedModel
+from ..models.head import forward_replaced
 from .checkpointing import CheckpointedDecoderLayer, CheckpointedLayer
 from .offload import HostMemory
 from .tiled_mlp import TiledMLP, tileable

@@ -21,9 +21,14 @@ from tests import ranks
 
 
 class NoGradientAtZero(nn.Module):
-    """The root of what attention gives, whose slope at zero is infinite."""
+    """A scale of each channel, and the root of their size, whose slope at zero is infinite."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.weight
         return x.norm(dim=-1, keepdim=True).sqrt() * x
 
 
@@ -33,8 +38,8 @@ def model_without_gradient_at_zero() -> Any:
     with torch.no_grad():
         model.model.embed_tokens.weight[0] = 0
     for layer in model.model.layers:
-        layer.mlp.act_fn = NoGradientAtZero()
-        layer.self_attn.o_proj = nn.Sequential(NoGradientAtZero(), layer.self_attn.o_proj)
+        layer.mlp.act_fn = NoGradientAtZero(48)
+        layer.self_attn.o_proj = nn.Sequential(NoGradientAtZero(64), layer.self_attn.o_proj)
     return model
 
 

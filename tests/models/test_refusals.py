@@ -240,13 +240,6 @@ def test_the_models_own_mode_is_kept() -> None:
     assert model(sb.pack(SAMPLE, model.model.config)).loss > 0
 
 
-def test_encoders_are_told_from_decoders() -> None:
-    for model_type, message in (("bert", "built as an encoder"), ("opt", "keeps its layers where")):
-        config = {"is_decoder": True} if model_type == "bert" else {"ffn_dim": 32, "word_embed_proj_dim": 32}
-        with pytest.raises(ValueError, match=f"model_type '{model_type}'.*{message}.*docs/models.md"):
-            sb.parallelize(build(model_type, **config))
-
-
 def test_what_is_no_packed_batch_is_refused() -> None:
     model = sb.parallelize(tiny_model("llama"))
     with pytest.raises(ValueError, match=r"takes what seqbraid.pack gives, not Tensor; .* is .model"):
