@@ -70,11 +70,17 @@ def lose_a_file(job: Job, chance: random.Random, pace: Pace) -> Kill:
 
 
 def start_twice(job: Job, chance: random.Random, pace: Pace) -> Kill:
-    """A second run in the same folder, which is refused; the first one goes on."""
+    """A second run in the same folder, which is refused; the first one, stopped meanwhile, goes on."""
     job.await_step(some_step(job, chance, pace))
     ranks = job.ranks()
-    status, said = attempt(job)
-    still = job.ranks() == ranks and len(ranks) == RANKS
+    for pid in ranks:  # it would be done before the other has started
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        status, said = attempt(job)
+        still = job.ranks() == ranks and len(ranks) == RANKS
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
     good = not still or (status != 0 and "is in use by another run" in said)
     problem = "" if good else f"the second run was not refused: {said}"
     return Kill(f"a second run, status {status}", still, starts=0, problem=problem)
