@@ -3,19 +3,46 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .comm.consensus import agree
 from .comm.rendezvous import join_job
 
-AXES = ("pp", "dp_replicate", "dp_shard", "ring", "ulysses", "tp")
+
+class Axis(NamedTuple):
+    """What the ranks along an axis are to each other."""
+
+    name: str
+    what: str
+    sees_other_samples: bool = False
+    """Whether its ranks are given samples of their own."""
+    holds_other_parts: bool = True
+    """Whether its ranks keep different parts of parameters, gradients and optimizer state."""
+
+
+TABLE = (
+    Axis("pp", "pipeline stages"),
+    Axis("dp_replicate", "copies of the model that see different samples", True, False),
+    Axis("dp_shard", "ranks that see different samples and share the parameters", True),
+    Axis("ring", "ranks along which keys and values of long sequences travel"),
+    Axis("ulysses", "ranks that exchange heads for tokens"),
+    Axis("tp", "ranks that share every matrix product"),
+)
 """Outermost first: neighbours in rank are neighbours in `tp`, then `ulysses`; ring ranks are further apart.
 """
+
+AXES = tuple(axis.name for axis in TABLE)
+
+EXPERTS_FROM = ("dp_shard", "ring", "ulysses", "tp")
+"""The axes that `ep` is carved out of: neighbours in rank among them share the experts."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +52,11 @@ class Mesh:
     Args:
         pp: pipeline stages.
         dp_replicate: copies of the model that see different samples.
-        dp_shard: ranks that see different samples and share the parameters; −1 takes what the other axes
-        leave. ring: ranks along which keys and values of long sequences travel.
+        dp_shard: ranks that see different samples and share the parameters; −1 takes what the others leave.
+        ring: ranks along which keys and values of long sequences travel.
         ulysses: ranks that exchange heads for tokens; the sequence group is `ring × ulysses`.
         tp: ranks that share every matrix product.
-        ep: ranks that share the experts; carved out of `dp_shard × ring × ulysses`.
+        ep: ranks that share the experts; carved out of `dp_shard × ring × ulysses × tp`.
 
     >>> mesh = Mesh()  # without torchrun's environment: one process
     >>> mesh.sequence_size, mesh.data_world_size
@@ -68,21 +95,21 @@ class Mesh:
                 f"{self.world_size}; start `torchrun --nproc-per-node {product}` or set dp_shard=-1 to take "
                 "what is left"
             )
-        shared = self.dp_shard * self.ring * self.ulysses
+        shared = prod(getattr(self, axis) for axis in EXPERTS_FROM)
         if shared % self.ep:
             raise ValueError(
-                f"ep={self.ep} is carved out of dp_shard × ring × ulysses = {shared} and must divide it; "
+                f"ep={self.ep} is carved out of {' × '.join(EXPERTS_FROM)} = {shared} and must divide it; "
                 f"use one of {', '.join(str(n) for n in range(1, shared + 1) if shared % n == 0)}"
             )
 
     def _sizes(self) -> str:
         return ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
 
-    def axis_rank(self, axis: str) -> int:
-        """This process's place on an axis."""
+    def axis_rank(self, axis: str, rank: int | None = None) -> int:
+        """The place on an axis of this process, or of another."""
         stride: int = prod(getattr(self, inner) for inner in AXES[AXES.index(axis) + 1 :])
         size: int = getattr(self, axis)
-        return self.rank // stride % size
+        return (self.rank if rank is None else rank) // stride % size
 
     @property
     def ring_rank(self) -> int:
@@ -112,14 +139,52 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which of them this process is in."""
-        return self.axis_rank("dp_replicate") * self.dp_shard + self.axis_rank("dp_shard")
+        return self.data_rank_of(self.rank)
+
+    def data_rank_of(self, rank: int) -> int:
+        """Which of them a process is in."""
+        return self.axis_rank("dp_replicate", rank) * self.dp_shard + self.axis_rank("dp_shard", rank)
+
+    @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """Of each group of ranks that see the same samples the first, by `data_rank`: it speaks for them."""
+        alike = [axis.name for axis in TABLE if not axis.sees_other_samples]
+        found = {
+            self.data_rank_of(rank): rank
+            for rank in range(self.world_size)
+            if not any(self.axis_rank(axis, rank) for axis in alike)
+        }
+        return tuple(found[data_rank] for data_rank in range(self.data_world_size))
+
+    def sum_over_data(self, of_ranks: Sequence[Sequence[int]]) -> list[int]:
+        """Sums over the ranks that see different samples, of what each rank of the job counted in its own.
+
+        >>> mesh = Mesh(dp_shard=2, ring=2, rank=0, world_size=4)
+        >>> mesh.sum_over_data([[5, 1], [5, 1], [7, 0], [7, 0]])
+        [12, 1]
+        """
+        assert len(of_ranks) == self.world_size, (len(of_ranks), self.world_size)
+        return [sum(counts) for counts in zip(*(of_ranks[rank] for rank in self.leaders), strict=True)]
+
+    def sum_over_parts(self, value: Tensor) -> Tensor:
+        """A sum, in place, over the ranks that hold different parts of the model: each part counts once."""
+        if self.world_size > 1:
+            dist.all_reduce(value, group=self.process_group("parts"))
+        return value
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the parameters of the same experts: `efsdp`."""
+        shared: int = prod(getattr(self, axis) for axis in EXPERTS_FROM)
+        return shared // self.ep
 
     @cached_property
     def device_meshes(self) -> dict[str, DeviceMesh]:
         """Torch's meshes by name, made by all ranks together on first use; none for one process.
 
         One for each axis, and `sequence` (ring × ulysses), `loss` (data × sequence), `fsdp` (what shares
-        parameters: dp_shard × ring × ulysses, with dp_replicate as a second axis where it is used).
+        parameters: dp_shard × ring × ulysses, with dp_replicate as a second axis where it is used), `parts`
+        (ranks that hold different parts of the model); with experts `ep`, and `efsdp` as `fsdp` is.
         """
         if self.world_size == 1:
             return {}
@@ -130,17 +195,27 @@ class Mesh:
         meshes = {axis: root[axis] for axis in AXES}
         meshes["sequence"] = root["ring", "ulysses"]._flatten()
         meshes["loss"] = root["dp_replicate", "dp_shard", "ring", "ulysses"]._flatten()
-        meshes["fsdp"] = root["dp_shard", "ring", "ulysses"]._flatten()
+        parts = tuple(axis.name for axis in TABLE if axis.holds_other_parts)
+        meshes["parts"] = root[parts]._flatten("parts")
         if self.dp_replicate > 1:
-            sizes = (self.pp, self.dp_replicate, self.dp_shard * self.sequence_size, self.tp)
-            names = ("pp", "dp_replicate", "shard", "tp")
-            meshes["fsdp"] = init_device_mesh(device_type, sizes, mesh_dim_names=names)[
-                "dp_replicate", "shard"
-            ]
+            sizes = {"shard": self.dp_shard * self.sequence_size, "tp": self.tp}
+            meshes["fsdp"] = self._outside_of(sizes, device_type)["dp_replicate", "shard"]
+        else:
+            meshes["fsdp"] = root["dp_shard", "ring", "ulysses"]._flatten()
+        if self.ep > 1:
+            experts = self._outside_of({"shard": self.expert_shards, "ep": self.ep}, device_type)
+            replicated = self.dp_replicate > 1
+            meshes["efsdp"] = experts["dp_replicate", "shard"] if replicated else experts["shard"]
+            meshes["ep"] = experts["ep"]
         return meshes
 
+    def _outside_of(self, inner: dict[str, int], device_type: str) -> DeviceMesh:
+        """A mesh that sees the ranks of a stage and a replica in another way."""
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, **inner}
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
     def process_group(self, name: str) -> dist.ProcessGroup | None:
-        """The group of an axis, of `sequence` or of `loss`; None for one process."""
+        """The group of a mesh of one axis, such as `ring`, `sequence` or `loss`; None for one process."""
         return None if self.world_size == 1 else self.device_meshes[name].get_group()
 
     @cached_property

@@ -204,23 +204,23 @@ class BraidedModel(nn.Module):
         ranks.
         """
         mesh, error = self.mesh, None
-        own, alike = [0, 0, 0, 0], {}
+        own, alike = [0, 0], {}
         try:
             self._check(batch, label_tokens, seed)
-            own = [mesh.data_rank, mesh.sequence_rank, batch.fingerprint, batch.label_tokens]
+            own = [batch.fingerprint, batch.label_tokens]
             alike = {"the call": call, "label_tokens": label_tokens, "seed": seed, **self._settings()}
         except Exception as problem:
             error = problem
         found = agree(mesh.cpu_group, error, own, alike)
-        leaders = {data: rank for rank, (data, sequence, _, _) in enumerate(found) if sequence == 0}
-        for rank, (data, _, fingerprint, _) in enumerate(found):
-            if fingerprint != found[leaders[data]][2]:
+        for rank, (fingerprint, _) in enumerate(found):
+            leader = mesh.leaders[mesh.data_rank_of(rank)]
+            if fingerprint != found[leader][0]:
                 raise ValueError(
-                    f"ranks {leaders[data]} and {rank} share a row but packed different samples, or with "
+                    f"ranks {leader} and {rank} share a row but packed different samples, or with "
                     "other settings; give every rank of a sequence group the same samples, by "
                     "mesh.data_rank, and the same settings"
                 )
-        labels = sum(count for _, sequence, _, count in found if sequence == 0)
+        labels = mesh.sum_over_data([[count] for _, count in found])[0]
         if label_tokens is not None and label_tokens < labels:
             raise ValueError(
                 f"label_tokens={label_tokens} is less than the {labels} labels of this batch alone; give "

@@ -31,13 +31,13 @@ def _forward(module: nn.Dropout, stock: Callable[[Tensor], Tensor], name: str, x
     step = running_step()
     if step is None or not (module.training and module.p):
         return stock(x)
-    if step.seed is None or step.token_keys is None or x.ndim < 2 or x.shape[-2] != step.num_local_tokens:
+    keys_T = step.token_keys
+    if step.seed is None or keys_T is None or x.ndim < 2 or x.shape[-2] != len(keys_T):
         raise ValueError(
-            f"the dropout at {name!r} gets a tensor of shape {tuple(x.shape)}, not one row per token of this "
-            f"rank ({step.num_local_tokens}), so it cannot be drawn by token; set it to 0, or leave mlp_tile "
-            "out"
+            f"the dropout at {name!r} gets a tensor of shape {tuple(x.shape)}, not one row per token "
+            f"({0 if keys_T is None else len(keys_T)}), so it cannot be drawn by token; set it to 0"
         )
-    keep_TD = drawn(step.token_keys.to(x.device), x.shape[-1], step.seed, zlib.crc32(name.encode()), module.p)
+    keep_TD = drawn(keys_T.to(x.device), x.shape[-1], step.seed, zlib.crc32(name.encode()), module.p)
     return torch.where(keep_TD, x / (1 - module.p), 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,16 @@ def running(step: StepContext) -> Iterator[None]:
         yield
     finally:
         _STEP.reset(before)
+
+
+@contextmanager
+def running_rows(step: StepContext | None, start: int, stop: int) -> Iterator[None]:
+    """Bind a step to calls that see some of its rows alone."""
+    if step is None or step.token_keys is None:
+        yield
+        return
+    with running(replace(step, token_keys=step.token_keys[start:stop])):
+        yield
 
 
 def bind_layer(layer: nn.Module) -> None:

@@ -97,7 +97,8 @@ def _alike(
         "the model": type(model).__name__,
         "config": config_values(model.config.get_text_config()),
         "gated_delta": gated_delta,
-        "memory": repr(memory),
+        # Tiles and chunks send nothing: their sizes are a rank's own.
+        "memory": {"memory.checkpointing": memory.checkpointing, "memory.offload": memory.offload},
         "kernels": repr(kernels or KernelOptions()),
         "compute_dtype": str(compute_dtype),
         "the parameter": {

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..models.running import running_rows, running_step
+
 PROJECTIONS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("gate_up_proj", "down_proj"),
@@ -77,12 +79,13 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, saver: Any, mlp: TiledMLP, *trained: nn.Parameter) -> Tensor:
         ctx.saver, ctx.mlp, ctx.trained = saver, mlp, trained
-        ctx.around = _Surroundings(x)
+        ctx.around, ctx.step = _Surroundings(x), running_step()
         if saver is None:  # nothing below learns
             ctx.save_for_backward(x)
         out, begin = None, 0
         for x_tile in x.split(mlp.tile, -2):
-            part = mlp.stock(x_tile)
+            with running_rows(ctx.step, begin, begin + x_tile.shape[-2]):
+                part = mlp.stock(x_tile)
             if out is None:
                 out = part.new_empty(*x.shape[:-1], part.shape[-1])
             out.narrow(-2, begin, part.shape[-2]).copy_(part)
@@ -105,7 +108,9 @@ class _Tiles(torch.autograd.Function):
             for x_tile, dout_tile in zip(x.split(mlp.tile, -2), dout.split(mlp.tile, -2), strict=True):
                 x_tile = x_tile.detach().requires_grad_(dx is not None)
                 wanted = (*([x_tile] if dx is not None else []), *ctx.trained)
-                found = torch.autograd.grad(mlp.stock(x_tile), wanted, dout_tile, allow_unused=True)
+                with running_rows(ctx.step, begin, begin + x_tile.shape[-2]):
+                    out_tile = mlp.stock(x_tile)
+                found = torch.autograd.grad(out_tile, wanted, dout_tile, allow_unused=True)
                 if dx is not None:
                     dx.narrow(-2, begin, x_tile.shape[-2]).copy_(found[0])
                     found = found[1:]

@@ -34,7 +34,7 @@ def make_batches(
     rows = [row or [nobody(config)] for row in data.rows]
     batches = [pack(row, config, mesh, policy=policy, check_media=True) for row in rows]
     own = [0, 0, 0, 0, int(stop)]
-    if mesh.sequence_rank == 0:
+    if mesh.rank in mesh.leaders:
         lengths = [[len(sample["input_ids"]) for sample in row] for row in data.rows]
         labels = sum(batch.label_tokens for batch in batches)
         physical = sum(batch.layout.num_local_tokens for batch in batches) * mesh.sequence_size
@@ -43,7 +43,7 @@ def make_batches(
         work = 0 if flops is None else int(flops.step(lengths, labels, media) / 1e6)
         own = [sum(map(sum, lengths)), labels, physical, work, int(stop)]
     found = gather_ints(mesh.cpu_group, own)
-    tokens, labels, physical, work = (sum(rank[i] for rank in found) for i in range(4))
+    tokens, labels, physical, work, _ = mesh.sum_over_data(found)
     return StepBatches(batches, tokens, labels, physical, work * 1e6, any(rank[4] for rank in found))
 
 

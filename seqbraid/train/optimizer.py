@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -133,9 +132,7 @@ def gradient_norm(gradients: list[Tensor], mesh: Mesh) -> float:
     square = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         square += torch.linalg.vector_norm(local(gradient), dtype=torch.float32).double().square()
-    if mesh.world_size > 1:
-        fsdp = mesh.device_meshes["fsdp"]
-        dist.all_reduce(square, group=fsdp.get_group("shard") if fsdp.ndim == 2 else fsdp.get_group())
+    mesh.sum_over_parts(square)
     return float(square.sqrt())
 
 

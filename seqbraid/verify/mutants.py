@@ -97,10 +97,10 @@ def _block_statistics() -> AbstractContextManager[Any]:
     right = attention_ops.BlockBackward.__init__
 
     def wrong(
-        self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, scale: float, **how: bool
+        self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, *rest: Any, **how: bool
     ) -> None:
-        own = attention_ops.block_attention(q, k, v, plan, scale)
-        right(self, dout, q, k, v, *own, plan, scale, **how)
+        own = attention_ops.block_attention(q, k, v, plan, *rest)
+        right(self, dout, q, k, v, *own, plan, *rest, **how)
 
     return patch.object(attention_ops.BlockBackward, "__init__", wrong)
 
@@ -163,7 +163,7 @@ def _loss_times_group_size() -> AbstractContextManager[Any]:
     return patch.object(
         braided_module.BraidedModel,
         "_agree",
-        lambda self, batch, count: right(self, batch, count) // self.mesh.sequence_size,
+        lambda self, *step: right(self, *step) // self.mesh.sequence_size,
     )
 
 

@@ -168,7 +168,7 @@ def packed_step(
 def _label_tokens(batches: Sequence[PackedBatch], mesh: Mesh) -> int:
     """Labels of all batches of the step on all data ranks, known before the first forward."""
     own = sum(batch.label_tokens for batch in batches)
-    return sum(count for first, count in gather_ints(mesh.cpu_group, [mesh.sequence_rank == 0, own]) if first)
+    return mesh.sum_over_data(gather_ints(mesh.cpu_group, [own]))[0]
 
 
 def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:
