@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,18 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """`main` as a process of its own.
-
-    A rank of a job ends here and now. Left to the interpreter's own end, a few in a hundred aborted there
-    after all their work was done, and torchrun would start them again; probably threads of process groups
-    that still give tensors back.
-    """
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        os._exit(status)
-    sys.exit(status)
+    """`main` as a process of its own."""
+    sys.exit(main())
 
 
 def _lengths(text: str) -> list[int]:
@@ -130,12 +119,17 @@ def _add_verify(commands: Commands) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from .comm.rendezvous import join_or_use_cpu
     from .mesh import Mesh
     from .verify.report import print_mutants, print_parity
     from .verify.run import load_model, verify_model, verify_mutants
 
     mesh = Mesh(ring=args.ring, ulysses=args.ulysses, dp_shard=args.dp_shard)
     model = load_model(args.model, args.seed)
+    if mesh.world_size > 1:
+        join_or_use_cpu("verify")
     parity = verify_model(model, args.model, args.lengths, args.policy, args.seed, mesh, args.gated_delta)
     result = parity.to_json()
     holds = parity.holds
@@ -152,6 +146,8 @@ def _verify(args: argparse.Namespace) -> int:
             print_mutants(caught)
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return 0 if holds else 1
 
 

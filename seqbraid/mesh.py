@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .comm import ending  # noqa: F401  its exit handler is registered
 from .comm.consensus import agree
 from .comm.rendezvous import join_job
 

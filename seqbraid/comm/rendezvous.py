@@ -7,7 +7,6 @@ wait for the dead. `TORCHELASTIC_RESTART_COUNT` does not tell the attempts apart
 
 from __future__ import annotations
 
-import os
 import time
 import uuid
 from datetime import timedelta
@@ -17,25 +16,43 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from .gpus import share_out
+
 PAUSE_S = 0.02
 LIMIT = timedelta(minutes=30)
 """How long to wait for the others, as torch does."""
 
 
-def join_job() -> None:
-    """Start the process group of this job, unless there is one."""
+def join_job(or_cpu: bool = False) -> str:
+    """Start the process group of this job, unless there is one.
+
+    Where the ranks cannot have a GPU each, every rank refuses; with `or_cpu` they talk, and compute, on the
+    CPU instead, and the reason is given back.
+    """
     if dist.is_initialized():
-        return
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if on_gpu else "gloo"
-    if not dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
-        return
+        return ""
     store, rank, world_size = next(rendezvous("env://"))
-    fresh = PrefixStore(meet(store, rank, world_size), store)
-    dist.init_process_group(backend, store=fresh, rank=rank, world_size=world_size)
+    if dist.is_torchelastic_launched():
+        store = PrefixStore(meet(store, rank, world_size), store)
+    gpu, reason = share_out(store, rank, world_size, LIMIT)
+    if reason and not or_cpu:
+        raise ValueError(
+            f"{reason}; each rank needs a GPU of its own: start as many ranks as there are GPUs (torchrun "
+            "--nproc-per-node), or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
+        )
+    if gpu is not None and not reason:
+        torch.cuda.set_device(gpu)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    return reason
+
+
+def join_or_use_cpu(command: str) -> None:
+    """As `join_job`, but on the CPU where the ranks cannot have a GPU each; the first rank says so."""
+    reason = join_job(or_cpu=True)
+    if reason and dist.get_rank() == 0:
+        print(f"seqbraid {command} runs on the CPU: {reason}", flush=True)
 
 
 def meet(store: Store, rank: int, world_size: int, limit: timedelta = LIMIT) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..comm.gpus import own_gpu
 from ..comm.rendezvous import join_job
 from ..data.encode import SampleEncoder
 from ..data.loader import Loader
@@ -64,9 +64,8 @@ def make_mesh(config: TrainConfig) -> Mesh:
 
 def make_device() -> torch.device:
     """This process's GPU, or the CPU where there is none."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    gpu = own_gpu()
+    return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
 def load_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from ...comm.rendezvous import join_or_use_cpu
 from ...data.pack import pack
 from ...mesh import Mesh
 from ...models.braided import BraidedModel
@@ -95,6 +97,8 @@ def train_split(settings: Settings) -> Trained:
     prepare()
     held_out = settings.digits()[1]
     mesh = Mesh(ring=settings.ring, ulysses=settings.ulysses)
+    if mesh.world_size > 1:
+        join_or_use_cpu("demo")
     model = tiny_reader(settings.seed)
     braided = parallelize(model, mesh)
 
@@ -115,6 +119,8 @@ def train_split(settings: Settings) -> Trained:
     name = f"{mesh.world_size} ranks, ring {mesh.ring} × ulysses {mesh.ulysses}"
     losses, seconds = _train(settings, braided, backward, evaluate, name if mesh.rank == 0 else None)
     braided.save_pretrained(settings.checkpoint)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     return Trained(losses, seconds, accuracy, predictions.tolist())
 
 
