@@ -8,7 +8,7 @@ READY = $(VENV)/.ready
 KERNELS = $(VENV)/kernels
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: setup test test-oldest lint demo bench models chaos clean
+.PHONY: setup test test-oldest lint demo bench models chaos soak clean
 
 setup: $(READY)
 
@@ -54,6 +54,10 @@ models: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m tests.train.chaos --trials 20
 	$(BIN)/python -m tests.train.chaos --trials 10 --kinds int,hup,usr1,shard,full,twins
+
+# Two hundred short runs on 2 and 4 ranks, each of which must end with status 0.
+soak: $(READY)
+	$(BIN)/python -m tests.soak --runs 200
 
 clean:
 	rm -rf .venv .venv-oldest build *.egg-info

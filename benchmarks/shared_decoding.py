@@ -8,6 +8,7 @@ rank's time over that of the whole.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 from time import perf_counter
@@ -22,14 +23,12 @@ from seqbraid.data.media_files import MediaFiles
 from seqbraid.models.media import media_ranks
 from seqbraid.verify.tiny_processor import tiny_training_model
 
-NUM_VIDEOS, NUM_PICTURES, REPEATS = 16, 32, 3
 
-
-def make_media(root: Path) -> list[dict[str, Any]]:
+def make_media(root: Path, num_videos: int, num_pictures: int) -> list[dict[str, Any]]:
     """Files of noise, and a conversation about each."""
     rng = np.random.default_rng(0)
     parts = []
-    for number in range(NUM_VIDEOS):
+    for number in range(num_videos):
         name, frames = f"{number}.mp4", int(rng.integers(24, 240))
         with av.open(str(root / name), "w") as container:
             stream = container.add_stream("libx264", rate=24)
@@ -39,7 +38,7 @@ def make_media(root: Path) -> list[dict[str, Any]]:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture)))
             container.mux(stream.encode())
         parts.append({"type": "video", "video": name})
-    for number in range(NUM_PICTURES):
+    for number in range(num_pictures):
         name, (height, width) = f"{number}.jpg", rng.integers(200, 1200, 2)
         Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(root / name)
         parts.append({"type": "image", "image": name})
@@ -51,10 +50,12 @@ def make_media(root: Path) -> list[dict[str, Any]]:
     ]
 
 
-def seconds(encoder: SampleEncoder, records: list[dict[str, Any]], ranks: list[Any], rank: int) -> float:
+def seconds(
+    encoder: SampleEncoder, records: list[dict[str, Any]], ranks: list[Any], rank: int, repeats: int
+) -> float:
     """The least of a few runs."""
     found = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = perf_counter()
         for record, of_sample in zip(records, ranks, strict=True):
             encoder.encode(record, of_sample, rank)
@@ -64,18 +65,23 @@ def seconds(encoder: SampleEncoder, records: list[dict[str, Any]], ranks: list[A
 
 def main() -> None:
     """Print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--videos", type=int, default=16)
+    parser.add_argument("--pictures", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3, help="the quickest of so many runs counts")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        records = make_media(Path(folder))
+        records = make_media(Path(folder), args.videos, args.pictures)
         model, processor = tiny_training_model("qwen3_vl")
         encoder = SampleEncoder(processor, model.config, MediaFiles(Path(folder)))
         costs = [encoder.measure(record)[1] for record in records]
-        whole = seconds(encoder, records, [None] * len(records), 0)
-        print(f"{NUM_VIDEOS} videos and {NUM_PICTURES} pictures: {whole:.2f} s for all")
-        none = seconds(encoder, records, media_ranks(costs, 1), rank=1)
+        whole = seconds(encoder, records, [None] * len(records), 0, args.repeats)
+        print(f"{args.videos} videos and {args.pictures} pictures: {whole:.2f} s for all")
+        none = seconds(encoder, records, media_ranks(costs, 1), 1, args.repeats)
         print(f"a rank without media: {none / whole:.2f} of that, for text and headers")
         for size in (2, 4, 8):
             ranks = media_ranks(costs, size)
-            slowest = max(seconds(encoder, records, ranks, rank) for rank in range(size))
+            slowest = max(seconds(encoder, records, ranks, rank, args.repeats) for rank in range(size))
             print(f"{size} ranks: the slowest has {slowest / whole:.2f} of that (1/{size} is {1 / size:.2f})")
 
 
