@@ -1,0 +1,123 @@
+"""What one rank alone does wrong in `pack`, a step or its backward ends all ranks with the same reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import seqbraid as sb
+from seqbraid import Mesh
+from seqbraid.verify.samples import random_samples
+from seqbraid.verify.tiny import tiny_model
+from tests import ranks
+from tests.models.test_refusals_ranks import step_on
+
+
+def dict_on_one_rank() -> None:
+    mesh = Mesh(dp_shard=2)
+    samples: Any = [{"input_ids": [1, 2]}]
+    sb.pack(samples[0] if mesh.rank else samples, tiny_model("llama").config, mesh)
+
+
+def autocast_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mesh.rank == 1):
+        step_on(mesh, model)
+
+
+def too_long_for_positions_on_one_rank() -> None:
+    mesh = Mesh(dp_shard=2)
+    step_on(mesh, sb.parallelize(tiny_model("gpt2", max_position_embeddings=20), mesh))
+
+
+def second_backward_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    first, second = step_on(mesh, model), step_on(mesh, model)
+    first.loss.backward(retain_graph=True)
+    (first if mesh.rank else second).loss.backward()
+
+
+def another_call_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    batch = sb.pack(random_samples([20], 97), model.model.config, mesh)
+    out = model(batch)
+    if mesh.rank:
+        model(batch)
+    else:
+        out.loss.backward()
+
+
+def gradients_of_gradients_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    out = step_on(mesh, model)
+    out.loss.backward(create_graph=mesh.rank == 1)
+
+
+def parallelized_twice_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    stock = tiny_model("qwen3_5")
+    sb.parallelize(stock, mesh)
+    sb.parallelize(stock if mesh.rank else tiny_model("qwen3_5"), mesh)
+
+
+def head_replaced_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    if mesh.rank:
+        model.model.lm_head = torch.nn.Linear(32, 97, bias=False)
+    step_on(mesh, model)
+
+
+def lora_on_the_head_of_one_rank() -> None:
+    import peft
+
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    if mesh.rank:
+        peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["lm_head"]), model.model)
+    step_on(mesh, model)
+
+
+def router_loss_unknown_to_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("qwen3_moe"), mesh)
+    if mesh.rank:
+        vars(model.model.config)["router_aux_loss_coef"] = None
+    step_on(mesh, model)
+
+
+def dropout_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("gpt2"), mesh)
+    if mesh.rank:
+        model.model.transformer.drop.p = 0.1
+    step_on(mesh, model)
+
+
+CASES: list[tuple[Callable[[], None], str]] = [
+    (dict_on_one_rank, "a list of samples, not dict; put the one sample into a list"),
+    (autocast_on_one_rank, "compute_dtype=torch.bfloat16"),
+    (too_long_for_positions_on_one_rank, "21 tokens, but GPT2LMHeadModel has learned positions for 20"),
+    (second_backward_on_one_rank, "backward was called a second time"),
+    (another_call_on_one_rank, "rank 1 has the call = 'forward' but rank 0 has 'backward'"),
+    (gradients_of_gradients_on_one_rank, "backward(create_graph=True)"),
+    (parallelized_twice_on_one_rank, "parallelized already"),
+    (head_replaced_on_one_rank, "'lm_head' is another module"),
+    (lora_on_the_head_of_one_rank, "'lm_head' is another module"),
+    (router_loss_unknown_to_one_rank, "has no router_aux_loss_coef"),
+    (dropout_on_one_rank, "trains with dropout 0.1 at 'drop'"),
+]
+
+
+@pytest.mark.parametrize(("function", "message"), CASES, ids=lambda x: getattr(x, "__name__", ""))
+def test_refused_on_both_ranks(function: Callable[[], None], message: str) -> None:
+    for error in ranks.errors(function, 2, limit=20):
+        assert error.kind == "ValueError"
+        assert message in error.message
