@@ -8,7 +8,7 @@ READY = $(VENV)/.ready
 KERNELS = $(VENV)/kernels
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: setup test test-oldest lint demo bench models chaos soak clean
+.PHONY: setup test test-oldest lint demo bench models chaos soak matrix clean
 
 setup: $(READY)
 
@@ -58,6 +58,12 @@ chaos: $(READY)
 # Two hundred short runs on 2 and 4 ranks, each of which must end with status 0.
 soak: $(READY)
 	$(BIN)/python -m tests.soak --runs 200
+
+# 20 random tiny models of every family, 5 seeds each, against stock, with every defect planted on each; some on ranks.
+# One line a case in out/matrix.jsonl: started again, it goes on behind the last one.
+matrix: $(READY)
+	$(BIN)/python -m tests.verify.matrix --models 20 --seeds 5
+	$(BIN)/python -m tests.verify.matrix --models 2 --seeds 1 --mesh ring=2 dp_shard=2
 
 clean:
 	rm -rf .venv .venv-oldest build *.egg-info

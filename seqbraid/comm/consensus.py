@@ -15,7 +15,15 @@ FEWEST = 4
 
 def gather_ints(handle: dist.ProcessGroup | None, values: Sequence[int]) -> list[list[int]]:
     """What every rank of a (CPU) process group brings, in rank order."""
-    own = torch.tensor(list(values), dtype=torch.int64)
+    return _gather(handle, torch.tensor(list(values), dtype=torch.int64))
+
+
+def gather_floats(handle: dist.ProcessGroup | None, values: Sequence[float]) -> list[list[float]]:
+    """What every rank of a (CPU) process group brings, to the last bit, in rank order."""
+    return _gather(handle, torch.tensor(list(values), dtype=torch.float64))
+
+
+def _gather(handle: dist.ProcessGroup | None, own: torch.Tensor) -> list[Any]:
     if handle is None:
         return [own.tolist()]
     found = [torch.empty_like(own) for _ in range(dist.get_world_size(handle))]

@@ -72,7 +72,7 @@ class BlockForward:
         self._plan, self._groups, self._kernels = plan, plan.groups(q_THD, v_SGD, kernels), kernels
         rows = [group.q_rows for group in self._groups]
         apart = take_turns(len(rows), q_THD, ahead)
-        self._out = None if adds else _Whole(q_THD[..., : v_SGD.shape[2]], rows, apart)
+        self._out = None if adds else _Whole(q_THD[..., :1].expand(-1, -1, v_SGD.shape[2]), rows, apart)
         self._lse_HT = None if adds else _no_keys(q_THD)
         calls = [
             partial(group.forward, q_THD, k_SGD, v_SGD, scale, _place(self._out, group.q_rows))

@@ -31,9 +31,8 @@ class DenseShape(NamedTuple):
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, shape: DenseShape, scale: float) -> tuple[Tensor, Tensor]:
     """Out `[B, H, S, D]` and LSE `[B, H, S]`."""
     if q.device.type == "cpu" and q.dtype != torch.float16:
-        wide = q.shape[-1]
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, _widened(v, wide), 0.0, shape.causal, attn_mask=_additive(shape.mask, q), scale=scale
+            *_alike(q, k, v), 0.0, shape.causal, attn_mask=_additive(shape.mask, q), scale=scale
         )
         return out[..., : v.shape[-1]], lse
     if uses_cudnn(q, v) and shape.mask is None:
@@ -49,13 +48,11 @@ def dense_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if q.device.type == "cpu" and q.dtype != torch.float16:
-        wide = q.shape[-1]
-        wide_dout, wide_v, wide_out = (_widened(x, wide) for x in (dout, v, out))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            wide_dout, q, k, wide_v, wide_out, lse, 0.0, shape.causal,
+            *_alike(dout, q, k, v, out), lse, 0.0, shape.causal,
             attn_mask=_additive(shape.mask, q), scale=scale,
         )  # fmt: skip
-        return dq, dk, dv[..., : v.shape[-1]]
+        return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
     if uses_cudnn(q, v) and shape.mask is None:
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
@@ -161,9 +158,10 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
-def _widened(x: Tensor, size: int) -> Tensor:
-    """Zero-pad the value head to the key head's size, which the CPU kernel wants."""
-    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+def _alike(*tensors: Tensor) -> list[Tensor]:
+    """Key and value heads of one size, which the CPU kernel wants: the smaller ones get zeros."""
+    wide = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == wide else F.pad(x, (0, wide - x.shape[-1])) for x in tensors]
 
 
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ..ops import attention
 from ..ops.blocks import Block, BlockPlan
 from ..ops.reference import attention_reference
-from .parity import Line, Parity
 from .samples import LENGTHS
+from .verdict import Line, Parity
 
 FLOOR = 1e-14
 """In float64 two orders of the same sums agree to this."""
@@ -49,6 +49,7 @@ def check_blocks(seed: int = 0) -> Parity:
             Line(name, float((a - b).norm() / b.norm()), FLOOR)
             for name, a, b in zip(names, got, wanted, strict=True)
         ),
+        dtype="float64",
     )
 
 

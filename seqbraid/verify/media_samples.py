@@ -131,7 +131,7 @@ class _Writer:
         ids = torch.tensor(self.ids)
         types = token_types(ids, self.config)
         labels = torch.where(types == TEXT, ids, -100)
-        labels[: self.chance.randint(0, len(ids) // 2)] = -100
+        labels[1 : self.chance.randint(0, len(ids) // 2)] = -100  # the first is asked of no token
         sample: dict[str, Any] = {"input_ids": ids, "labels": labels}
         if self.images:
             sample["image_grid_thw"] = torch.tensor(self.images)

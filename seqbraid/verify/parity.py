@@ -1,10 +1,10 @@
-"""Parity: errors of loss, logits and every parameter gradient against stock, beside the noise floor."""
+"""Parity: loss, logits and every parameter gradient of a packed step against stock, sample by sample."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,69 +13,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from ..comm.consensus import gather_ints
+from ..comm.consensus import gather_floats, gather_ints
 from ..comm.group import Group
 from ..data.pack import pack
 from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from ..models.braided import StepOutput
 from ..parallelize.api import parallelize
-from .reference import Measurement, fresh_gradients, stock_step
-
-ALLOWANCE = 10.0
-"""A case holds when every error is within this many times its floor."""
-
-SMALLEST_FLOOR = 5e-7
-"""No floor is taken to be lower than a few roundings of float32, even where two orders agree to the bit."""
-
-LARGEST_FLOOR = 1e-3
-"""A floor above this would let anything pass: the orders compared were not equally valid."""
-
-NEGLIGIBLE = 1e-5
-"""A gradient that is zero in exact arithmetic is all noise: it is measured against this share of the whole.
-"""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One quantity: its error, its floor, and whether it holds."""
-
-    name: str
-    error: float
-    floor: float
-
-    @property
-    def ratio(self) -> float:
-        """Error in floors."""
-        return self.error / self.floor
-
-    @property
-    def holds(self) -> bool:
-        """Whether the error is within the allowance of a credible floor; not a number never is."""
-        return self.floor <= LARGEST_FLOOR and self.ratio <= ALLOWANCE
-
-
-@dataclass(frozen=True)
-class Parity:
-    """The verdict on one case."""
-
-    case: str
-    lines: tuple[Line, ...]
-
-    @property
-    def holds(self) -> bool:
-        """Whether every quantity holds."""
-        return all(line.holds for line in self.lines)
-
-    @property
-    def worst(self) -> Line:
-        """The quantity furthest from its floor."""
-        return max(self.lines, key=lambda line: (line.ratio != line.ratio, line.ratio))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        lines = [asdict(line) | {"ratio": line.ratio, "holds": line.holds} for line in self.lines]
-        return {"case": self.case, "holds": self.holds, "allowance": ALLOWANCE, "lines": lines}
+from .reference import Measurement, fresh_gradients, one_rounding_away, stock_step
+from .verdict import Line, Parity, compare
+from .wide import float32_is_float64, in_float64
 
 
 def check_parity(
@@ -91,20 +38,48 @@ def check_parity(
 ) -> Parity:
     """Compare a packed step with the stock model on each sample alone; the model comes back as it was.
 
-    On several ranks every rank calls it with the same model and samples; data ranks share the samples out.
-    The `references` of a model and samples may be given where they are used more than once.
+    Where a floor is too large for float32 to decide, everything is computed again in float64. On several
+    ranks every rank calls it with the same model and samples, and comes to the same verdict; data ranks share
+    the samples out. The `references` of a model and samples may be given where they are used more than once.
     """
     mesh = Mesh() if mesh is None else mesh
+    rows = rows_of(len(samples), mesh.data_world_size, micro_batches)
     own = range(mesh.data_rank, len(samples), mesh.data_world_size)
-    if references is None:
-        rows = rows_of(len(samples), mesh.data_world_size, micro_batches)
-        references = stock_references(model, samples, rows)
-    reference, *others = (replace(m, logits=[m.logits[i] for i in own]) for m in references)
-    ours = model if mesh.world_size == 1 else copy.deepcopy(model)
-    got = packed_step(
-        ours, [samples[i] for i in own], mesh, micro_batches, gated_delta, policy=policy, **layout
+
+    def measured(model: PreTrainedModel, references: Sequence[Measurement] | None) -> Parity:
+        reference, *others = (
+            replace(m, logits=[m.logits[i] for i in own])
+            for m in (stock_references(model, samples, rows) if references is None else references)
+        )
+        ours = model if mesh.world_size == 1 else copy.deepcopy(model)
+        got = packed_step(
+            ours, [samples[i] for i in own], mesh, micro_batches, gated_delta, policy=policy, **layout
+        )
+        return of_all_ranks(compare(case, got, reference, others), mesh)
+
+    parity = measured(model, references)
+    if parity.is_decided or parity.dtype != "float32":
+        return parity
+    wide = in_float64(model)
+    with float32_is_float64(wide):
+        decided = measured(wide, None)
+    return replace(decided, undecided=max(parity.lines, key=lambda line: line.severity))
+
+
+def of_all_ranks(parity: Parity, mesh: Mesh) -> Parity:
+    """Of every quantity the worst rank's figures, so that all ranks come to one verdict.
+
+    Logits are those of a rank's own samples, and stock sums may differ between machines in the last bit.
+    """
+    found = gather_floats(mesh.cpu_group, [x for line in parity.lines for x in (line.error, line.floor)])
+    lines = (
+        max(
+            (Line(line.name, *of_rank[2 * i : 2 * i + 2]) for of_rank in found),
+            key=lambda line: line.severity,
+        )
+        for i, line in enumerate(parity.lines)
     )
-    return compare(case, got, reference, others)
+    return replace(parity, lines=tuple(lines))
 
 
 def rows_of(num_samples: int, data_world_size: int = 1, micro_batches: int = 1) -> list[list[int]]:
@@ -124,12 +99,18 @@ def rows_of(num_samples: int, data_world_size: int = 1, micro_batches: int = 1) 
 def stock_references(
     model: PreTrainedModel, samples: Sequence[dict[str, Any]], rows: Sequence[Sequence[int]] | None = None
 ) -> list[Measurement]:
-    """The reference, and then equally valid orders of it for the floor; see `stock_step` for `rows`."""
-    return [
+    """The reference, and then what is as right as it is, for the floor; see `stock_step` for `rows`.
+
+    Two other orders of its sums, and one rounding of its weights: how well the problem is conditioned.
+    """
+    found = [
         stock_step(model, samples, rows=rows),
         stock_step(model, samples, left_padding=3, backwards=True, rows=rows),
         stock_step(model, samples, left_padding=37, rows=rows),
     ]
+    with one_rounding_away(model):
+        found.append(stock_step(model, samples, rows=rows))
+    return found
 
 
 def packed_step(
@@ -200,33 +181,3 @@ def _whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         name: part.flatten()[: g.numel()].view(g.shape)
         for (name, g), part in zip(gradients.items(), parts, strict=True)
     }
-
-
-def compare(case: str, got: Measurement, reference: Measurement, others: Sequence[Measurement]) -> Parity:
-    """Errors against the reference; the floor is how far its other, equally valid orders are from it."""
-    errors = _errors(got, reference)
-    floors = [_errors(other, reference) for other in others]
-    return Parity(
-        case,
-        tuple(
-            Line(name, error, max(SMALLEST_FLOOR, *(floor[name] for floor in floors)))
-            for name, error in errors.items()
-        ),
-    )
-
-
-def _errors(got: Measurement, reference: Measurement) -> dict[str, float]:
-    whole = sum(float(g.double().norm()) ** 2 for g in reference.gradients.values()) ** 0.5
-    errors = {"loss": _relative(got.loss, reference.loss)}
-    errors["logits"] = max(_relative(a, b) for a, b in zip(got.logits, reference.logits, strict=True))
-    for name, gradient in reference.gradients.items():
-        errors[name] = _relative(got.gradients[name], gradient, at_least=NEGLIGIBLE * whole)
-    return errors
-
-
-def _relative(a: Tensor, b: Tensor, at_least: float = 0.0) -> float:
-    if a.shape != b.shape:
-        return float("nan")
-    difference = float((a.double() - b.double()).norm())
-    size = max(float(b.double().norm()), at_least)
-    return difference / size if size else difference

@@ -104,6 +104,25 @@ def fresh_gradients(model: torch.nn.Module) -> Iterator[None]:
             p.grad = grad
 
 
+@contextmanager
+def one_rounding_away(model: torch.nn.Module, seed: int = 0) -> Iterator[None]:
+    """Every weight is the number next to it, above or below at random; afterwards they are what they were."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [p for p in model.parameters() if p.is_floating_point()]
+    before = [p.detach().clone() for p in weights]
+    with torch.no_grad():
+        for p in weights:
+            above = torch.rand(p.shape, generator=generator) < 0.5
+            target = torch.where(above, torch.inf, -torch.inf).to(p)
+            p.copy_(torch.nextafter(p, target))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, values in zip(weights, before, strict=True):
+                p.copy_(values)
+
+
 def _forward(
     model: PreTrainedModel, sample: dict[str, Any], left_padding: int, with_router: bool
 ) -> tuple[Any, Tensor]:

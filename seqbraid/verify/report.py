@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from .parity import ALLOWANCE, Parity
+from .verdict import Parity
 
 SHOWN = 8
 
@@ -13,12 +13,13 @@ SHOWN = 8
 def print_parity(parity: Parity) -> None:
     """The verdict, and the quantities furthest from their floors."""
     table = Table(
-        title=f"{parity.case}: packed against the stock model, sample by sample", title_justify="left"
+        title=f"{parity.case}: packed against the stock model, sample by sample, in {parity.dtype}",
+        title_justify="left",
     )
     table.add_column("quantity")
     for name in ("error", "floor", "error / floor"):
         table.add_column(name, justify="right")
-    worst = sorted(parity.lines, key=lambda line: -line.ratio)
+    worst = sorted(parity.lines, key=lambda line: line.severity, reverse=True)
     picked = [*(line for line in parity.lines if line.name in ("loss", "logits")), *worst]
     for line in list(dict.fromkeys(picked))[: SHOWN + 2]:
         style = "green" if line.holds else "bold red"
@@ -26,10 +27,7 @@ def print_parity(parity: Parity) -> None:
     console = Console()
     console.print(table)
     verdict = "[bold green]holds[/]" if parity.holds else "[bold red]does not hold[/]"
-    console.print(
-        f"{verdict}: loss, logits and {len(parity.lines) - 2} parameter gradients, worst "
-        f"{parity.worst.ratio:.2f} × floor (allowed {ALLOWANCE:g}) at {parity.worst.name}"
-    )
+    console.print(f"{verdict}: loss, logits and {len(parity.lines) - 2} parameter gradients; {parity.reason}")
 
 
 def print_mutants(verdicts: dict[str, Parity]) -> None:

@@ -14,10 +14,11 @@ from ..models.stock import read_config, stock_class, trained_config, weight_file
 from .blocks import check_blocks
 from .media_mutants import MEDIA_MUTANTS
 from .mutants import MUTANTS, Mutant
-from .parity import Parity, check_parity
+from .parity import check_parity
 from .samples import LENGTHS, random_samples
 from .tiny import FAMILIES, tiny_model
 from .tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
+from .verdict import Parity
 
 PADDED = 64
 """Rows are padded to a multiple of this, so that padding has a chance to be counted."""

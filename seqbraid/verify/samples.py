@@ -26,6 +26,7 @@ def random_samples(
         if ignored != "none":
             labels[: length // 3] = -100
             labels[torch.rand(length, generator=generator) < 0.2] = -100
+        labels[0] = ids[0]  # asked of no token: the one before it is another sample's
         if ignored == "whole" and number % 2:
             labels[:] = -100
         samples.append({"input_ids": ids, "labels": labels})

@@ -98,9 +98,10 @@ MEDIA_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Name to module of transformers, class pattern, and config."""
 
 
-def tiny_media_config(family: str) -> Any:
-    """The config of a tiny media model."""
+def tiny_media_config(family: str, **changes: dict[str, Any]) -> Any:
+    """The config of a tiny media model; changes are those of its `text_config`, `vision_config` …"""
     module, pattern, values = MEDIA_FAMILIES[family]
+    values = values | {name: values[name] | own for name, own in changes.items()}
     configs = importlib.import_module(f"transformers.models.{module}.configuration_{module}")
     config_class = getattr(configs, pattern.format("Config"))
     config = config_class(**values, tie_word_embeddings=False, initializer_range=0.2)
@@ -121,11 +122,13 @@ def _modeling(module: str) -> ModuleType:
     return importlib.import_module(f"transformers.models.{module}.modeling_{module}")
 
 
-def tiny_media_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_media_model(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: dict[str, Any]
+) -> PreTrainedModel:
     """A tiny media model of this family with random weights."""
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
-    model = tiny_media_class(family)(tiny_media_config(family))
+    model = tiny_media_class(family)(tiny_media_config(family, **changes))
     model.set_attn_implementation("sdpa")
     shake(model)
     torch.random.set_rng_state(state)

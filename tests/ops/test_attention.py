@@ -47,7 +47,7 @@ def row(num_tokens: int, heads: int, kv_heads: int, size: int, value_size: int |
 
 @pytest.mark.parametrize("window", [None, 2, 3, 16, 64, 1000])
 @pytest.mark.parametrize("with_sink", [False, True])
-@pytest.mark.parametrize("value_size", [8, 4])
+@pytest.mark.parametrize("value_size", [8, 4, 11])
 def test_packed_attention_equals_each_sequence_alone(
     window: int | None, with_sink: bool, value_size: int
 ) -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from seqbraid.verify.blocks import check_blocks
 from seqbraid.verify.mutants import MUTANTS
-from seqbraid.verify.parity import Parity
 from seqbraid.verify.run import verify_model
 from seqbraid.verify.tiny import tiny_model
+from seqbraid.verify.verdict import Parity
 
 
 def run_check(check: str) -> Parity:
@@ -42,7 +42,7 @@ def test_a_zero_gradient_does_not_pass() -> None:
 
 def test_a_floor_that_hides_everything_does_not_hold() -> None:
     """Orders that were not equally valid give a large floor; a small ratio to it proves nothing."""
-    from seqbraid.verify.parity import Line
+    from seqbraid.verify.verdict import Line
 
     assert Line("", error=1e-4, floor=1e-4).holds
     assert not Line("", error=1e-4, floor=0.5).holds
