@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqbraid.layout.packing import CostModel, assign_rows, pack_rows
+from seqbraid.layout.packing import CostModel, level_rows, pack_rows
 from seqbraid.layout.streaming import StreamingPacker
 
 # Installed without dependencies, beside the torch, transformers and numpy that are here already.
@@ -29,6 +29,7 @@ TRL_AND_ITS_IMPORTS = (
     "xxhash",
 )
 NUM_RANKS = 8
+ROWS_PER_STEP = 32
 NUM_STREAMED = 100_000
 
 
@@ -48,9 +49,14 @@ def timed(function: Callable[[], Any], repeats: int = 1) -> tuple[Any, float]:
     return result, min(seconds)
 
 
-def waiting_share(cost_SR: NDArray[np.float64]) -> float:
-    """Share of the mean work that ranks spend waiting for the dearest row of their step."""
-    return float(cost_SR.max(1).sum() / cost_SR.mean(1).sum() - 1)
+def waiting_share(costs: NDArray[np.float64], level: bool) -> float:
+    """Share of the work of an average rank that the busiest one of each step has beyond it."""
+    steps = costs[: len(costs) // ROWS_PER_STEP * ROWS_PER_STEP].reshape(-1, ROWS_PER_STEP)
+    as_they_come = [list(range(rank, ROWS_PER_STEP, NUM_RANKS)) for rank in range(NUM_RANKS)]
+    busiest = 0.0
+    for step in steps:
+        busiest += max(step[rows].sum() for rows in (level_rows(step, NUM_RANKS) if level else as_they_come))
+    return float(busiest * NUM_RANKS / steps.sum() - 1)
 
 
 class LengthsOnly:
@@ -110,14 +116,11 @@ def main() -> None:
     rows, seconds = timed(lambda: pack_rows(lengths, row_tokens), options.repeats)
     print(f"pack_rows     {seconds:8.3f} s  {len(rows):,} rows, fill {rows.fill:.4%}")
 
-    costs = CostModel().row_costs(rows, lengths)
-    steps, assign_seconds = timed(lambda: assign_rows(costs, NUM_RANKS, seed=0), options.repeats)
-    cost_SR = np.append(costs, 0.0)[steps]  # -1, no row, costs nothing
-    shuffled_SR = np.random.default_rng(0).permutation(cost_SR.ravel()).reshape(cost_SR.shape)
+    costs = np.random.default_rng(0).permutation(CostModel().row_costs(rows, lengths))
+    level_share, level_seconds = timed(lambda: waiting_share(costs, level=True), options.repeats)
     print(
-        f"assign_rows   {assign_seconds:8.3f} s  {NUM_RANKS} ranks wait {waiting_share(cost_SR):.4%} of "
-        f"their work (in random order {waiting_share(shuffled_SR):.1%}); their totals differ by "
-        f"{np.ptp(cost_SR.sum(0)) / cost_SR.sum(0).mean():.4%}"
+        f"level_rows    {level_seconds:8.3f} s  in steps of {ROWS_PER_STEP} rows {NUM_RANKS} ranks wait "
+        f"{level_share:.2%} of their work (rows as they come: {waiting_share(costs, level=False):.1%})"
     )
 
     stream = lengths[:NUM_STREAMED].tolist()

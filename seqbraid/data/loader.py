@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..comm.consensus import agree
+from ..layout.packing import CostModel, level_rows
 from ..layout.streaming import OverLong
 from ..mesh import Mesh
 from ..models.media import media_ranks
@@ -68,8 +69,8 @@ class Loader:
     """Iterates over the steps of a run; every rank makes one, and calls it, as often as the others do.
 
     Which samples are in which row of which step follows from the source, `seed`, `row_tokens`,
-    `rows_per_step`, `buffer_size` and what is left out; neither the mesh nor the workers change it. Row i of
-    a step is row `i // data_world_size` of data rank `i % data_world_size`.
+    `rows_per_step`, `buffer_size` and what is left out; neither the mesh nor the workers change it. The rows
+    of a step are levelled over the data ranks by their estimated cost (`layout.packing.level_rows`).
 
     Args:
         source: the records; picklable if there are workers.
@@ -84,6 +85,7 @@ class Loader:
         bad_file: where skipped ones are listed, one JSON object per line.
         workers: processes per rank; 0 encodes in this process, when a step is asked for.
         prefetch_steps: steps that are encoded ahead.
+        cost: estimates what a row costs, the same on every rank.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Loader:
         bad_file: Path | None = None,
         workers: int = 0,
         prefetch_steps: int = 2,
+        cost: CostModel | None = None,
     ) -> None:
         self._source = source
         self._mesh = mesh
@@ -110,6 +113,7 @@ class Loader:
         self._row_tokens = row_tokens
         self._on_bad_sample = on_bad_sample
         self._prefetch_steps = prefetch_steps
+        self._cost = cost or CostModel()
         self._clock = Clock()
         self._settings = {
             "source": source.fingerprint,
@@ -122,6 +126,7 @@ class Loader:
             "over_long": over_long,
         }
         alike = {"epochs": epochs, "on_bad_sample": on_bad_sample, "prefetch_steps": prefetch_steps}
+        alike["cost"] = [self._cost.linear, self._cost.quadratic]
         check_alike(self._group, self._settings | alike)
         error: Exception | None = None
         try:
@@ -223,9 +228,13 @@ class Loader:
 
     def _begin(self, planned: PlannedStep) -> _Encoding:
         """Have this data rank's rows encoded, each in a few tasks."""
-        size = self._mesh.data_world_size
-        rows = planned.rows[self._mesh.data_rank :: size]
-        rows += [[]] * (-(-len(planned.rows) // size) - len(rows))
+        num_ranks = self._mesh.data_world_size
+        # From lengths alone, which are in the state: the same on every rank and after a resume.
+        costs = [
+            self._cost.of_lengths([min(d.length, self._row_tokens) for d in row]) for row in planned.rows
+        ]
+        rows = [planned.rows[number] for number in level_rows(costs, num_ranks)[self._mesh.data_rank]]
+        rows += [[]] * (-(-len(planned.rows) // num_ranks) - len(rows))
         smallest = max(SMALLEST_TASK, self._row_tokens // TASKS_PER_ROW)
         tasks = [task for row in rows for task in _split(self._wanted(row), smallest)]
         return _Encoding(planned, rows, [self._workers.submit("encode", task) for task in tasks])

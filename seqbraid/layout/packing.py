@@ -1,6 +1,6 @@
-"""Which samples share a row, and which data rank gets which row in which optimizer step."""
+"""Which samples share a row, and which data rank computes which row of a step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -210,6 +210,10 @@ class CostModel:
         """
         return cls(6.0 * num_params, 7.0 * num_softmax_layers * num_heads * head_dim)
 
+    def of_lengths(self, lengths: Sequence[int]) -> float:
+        """Cost of one row of samples of these lengths."""
+        return float(sum((self.linear + self.quadratic * length) * length for length in lengths))
+
     def row_costs(self, rows: Rows, lengths: ArrayLike, extra_costs: ArrayLike | None = None) -> FloatArray:
         """Cost of every row, [num_rows]; `lengths` are those that `rows` was packed from.
 
@@ -236,13 +240,15 @@ def _checked_extra_costs(extra_costs: ArrayLike, num_samples: int) -> FloatArray
     return extra
 
 
-def assign_rows(costs: ArrayLike, num_ranks: int, seed: int) -> IntArray:
-    """The row of every (optimizer step, data rank), [num_steps, num_ranks]; -1 where there is none left.
+def level_rows(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
+    """The rows of one step that each of `num_ranks` data ranks computes, most expensive first.
 
-    Rows of neighbouring cost share a step, so that no rank waits long for another. Within a step the dearest
-    row goes to the rank with the least so far, so that the totals of two ranks differ by no more than the
-    entries of some one step (-1 costs nothing). The steps are shuffled by `seed`, but a step that the rows do
-    not fill, which has the cheapest ones, comes last; a rank with -1 there takes part without a row.
+    Row counts differ by one at most. Ranks wait for each other in every micro-batch, so rows of neighbouring
+    cost share one: the most expensive of them goes to the rank with the least so far. The totals of two ranks
+    differ by no more than the rows of some one micro-batch do (a rank without a row there has one of cost 0).
+
+    >>> level_rows([3, 9, 5, 7, 1], num_ranks=2)
+    [[1, 2], [3, 0, 4]]
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks} must be at least 1")
@@ -253,19 +259,12 @@ def assign_rows(costs: ArrayLike, num_ranks: int, seed: int) -> IntArray:
         row = int(np.argmin(np.isfinite(cost) & (cost >= 0)))
         raise ValueError(f"row {row} has cost {cost[row]}; costs are finite and not negative")
 
-    num_full, num_last = divmod(len(cost), num_ranks)
-    num_steps = num_full + (num_last > 0)
-    dearest_first = np.full(num_steps * num_ranks, -1, np.int64)
-    dearest_first[: len(cost)] = np.argsort(-cost, kind="stable")
-    row_SR = dearest_first.reshape(num_steps, num_ranks)
-    cost_SR = np.append(cost, 0.0)[row_SR]  # -1 picks the appended zero
-
-    assigned_SR = np.empty_like(row_SR)
-    total_R = np.zeros(num_ranks)
-    for row_R, cost_R, assigned_R in zip(row_SR, cost_SR, assigned_SR, strict=True):
-        least_first = total_R.argsort(kind="stable")
-        assigned_R[least_first] = row_R
-        total_R[least_first] += cost_R
-
-    assigned_SR[:num_full] = np.random.default_rng(seed).permutation(assigned_SR[:num_full])
-    return assigned_SR
+    rows_of: list[list[int]] = [[] for _ in range(num_ranks)]
+    total = [0.0] * num_ranks
+    descending = np.argsort(-cost, kind="stable").tolist()
+    for first in range(0, len(descending), num_ranks):
+        least_first = sorted(range(num_ranks), key=total.__getitem__)
+        for row, rank in zip(descending[first : first + num_ranks], least_first, strict=False):
+            rows_of[rank].append(row)
+            total[rank] += cost[row]
+    return rows_of

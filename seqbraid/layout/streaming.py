@@ -21,8 +21,8 @@ MAX_LISTED = 1000  # over-long samples beyond it are only counted: neither log n
 TEXT_KEYS = ("input_ids", "labels", "attention_mask")
 
 FULL = 0.99  # rows that are filled less may wait for the samples to come,
-HELD_BACK = 1 / 8  # but no more than so many of the rows planned at a time,
-TIMES_HELD_BACK = 4  # and no sample more than so many times
+HELD_BACK = 1 / 8  # but one, or so many of the rows planned at a time,
+TIMES_HELD_BACK = 16  # and no sample more than so many times
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class StreamingPacker(Generic[T]):
     The samples at hand are planned together: a row starts with the oldest and takes the longest one that
     still fits until none does. The rows come out in random order, so that lengths do not drift, and while
     they do, samples come in for the next plan. The emptiest few of a plan's rows are held back for that one:
-    at most an eighth, and no sample more than four times. So no sample starves: at most `6 * buffer_size`
+    one, or an eighth, and no sample more than 16 times. So no sample starves: at most `18 * buffer_size`
     rows come between its draw and its own.
 
     Samples for which `epoch(item)` differs never share a row, and all rows of an epoch come before those of
@@ -256,7 +256,8 @@ class StreamingPacker(Generic[T]):
             if tokens[place] < FULL * self.row_tokens
             and all(sample.times_held_back < TIMES_HELD_BACK for sample in rows[place])
         ]
-        return found[: int(HELD_BACK * len(rows))]
+        # One in any case where others go out: a plan of few rows has one that is not full at its end.
+        return found[: max(int(HELD_BACK * len(rows)), min(1, len(rows) - 1))]
 
     def at_hand(self) -> list[T]:
         """The samples that were drawn and are in no row yet."""

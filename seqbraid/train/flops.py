@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout.packing import CostModel
 from ..models.media_tokens import audio_tokens
 from .anatomy import Anatomy, learns, matrices
 
@@ -119,6 +120,11 @@ class ModelFlops:
             VisionFlops.of(body.visual) if body.visual is not None else None,
             AudioFlops.of(body.audio, body.model.config) if body.audio is not None else None,
         )
+
+    def cost_model(self) -> CostModel:
+        """The same for rows that are compared: a window is taken to be as long as the sample or shorter."""
+        linear = self.token + self.label + sum(flops * w for w, flops in self.pair.items() if w is not None)
+        return CostModel(linear, self.pair.get(None, 0.0) / 2)
 
     def step(
         self, rows: Sequence[Sequence[int]], label_tokens: int | None = None, media: Media = NO_MEDIA

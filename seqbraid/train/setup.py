@@ -17,6 +17,7 @@ from ..data.media_files import MediaFiles
 from ..data.processor import load_processor
 from ..data.source import Source, open_source
 from ..data.together import raised_by_all
+from ..layout.packing import CostModel
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..parallelize.api import parallelize
@@ -135,7 +136,9 @@ def open_data(paths: list[str] | str, mesh: Mesh) -> Source:
     return source
 
 
-def make_loader(config: TrainConfig, model_config: Any, mesh: Mesh, lists_bad: bool = True) -> Loader:
+def make_loader(
+    config: TrainConfig, model_config: Any, mesh: Mesh, lists_bad: bool = True, cost: CostModel | None = None
+) -> Loader:
     """The stream of training steps; bad samples are listed in the run's folder."""
     return _loader(
         config,
@@ -146,6 +149,7 @@ def make_loader(config: TrainConfig, model_config: Any, mesh: Mesh, lists_bad: b
         epochs=config.train.epochs,
         shuffle=config.data.shuffle,
         bad_file=Path(config.out) / "bad_samples.jsonl" if lists_bad else None,
+        cost=cost,
     )
 
 

@@ -99,7 +99,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.train)
         if config.data.eval:  # refused now if at all, not when it is first evaluated
             open_data(config.data.eval, mesh)
-        self.loader = make_loader(config, self.model_config, mesh)
+        cost = None if self.flops is None else self.flops.cost_model()
+        self.loader = make_loader(config, self.model_config, mesh, cost=cost)
         self.step = 0
         """Steps that are done, with those that were skipped."""
         self.trained = 0

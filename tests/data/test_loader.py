@@ -20,6 +20,7 @@ import torch
 
 from seqbraid import Mesh
 from seqbraid.data.loader import Loader, StepData
+from seqbraid.layout.packing import CostModel
 from tests import ranks
 from tests.data.toy import ListSource, ToyEncoder, ids, records
 
@@ -65,13 +66,13 @@ def joined(of_ranks: list[list[Any]]) -> list[tuple[Any, ...]]:
         assert all(rank[1][0] == at_step[0][1][0] for rank in at_step)
         assert all(rank[2:] == at_step[0][2:] for rank in at_step), "states or reports differ"
         assert len({len(mine) for mine in rows.values()}) == 1, "micro-batches differ"
-        found.append((at_step[0][1][0], [row for batch in zip(*rows.values(), strict=True) for row in batch]))
+        found.append((at_step[0][1][0], sorted(row for mine in rows.values() for row in mine)))
     return found
 
 
 def padded(steps: list[tuple[Any, ...]], data_world_size: int) -> list[tuple[Any, ...]]:
-    """One process's steps with the empty rows that several data ranks have at the end."""
-    return [(head, rows + [[]] * (-len(rows) % data_world_size)) for head, rows in steps]
+    """One process's steps with the empty rows that several data ranks have, rows in an order of their own."""
+    return [(head, sorted(rows + [[]] * (-len(rows) % data_world_size))) for head, rows in steps]
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
@@ -146,6 +147,29 @@ def test_an_epoch_is_a_permutation_after_a_resume_on_another_mesh_too() -> None:
         seen = epoch
     of_epochs = [set(drawn[first : first + 96]) for first in (0, 96, 192)]
     assert len(drawn) == 288 and all(len(samples) > 96 - 2 * 64 for samples in of_epochs)
+
+
+def costs_on_a_rank(axes: dict[str, int], quadratic: float) -> list[list[int]]:
+    """What the rows of each step cost on this rank."""
+    cost = CostModel(1.0, quadratic)
+    steps = loader(Mesh(**axes), rows_per_step=10, epochs=2, cost=cost)
+    return [[int(cost.of_lengths([len(s["input_ids"]) for s in row])) for row in step.rows] for step in steps]
+
+
+def test_rows_of_a_step_are_level_over_data_ranks() -> None:
+    """By the given cost: rows of as many tokens may differ in their longest sample."""
+    for quadratic in (0.0, 1.0):
+        found = ranks.run(costs_on_a_rank, 4, {"dp_shard": 4}, quadratic)
+        for of_ranks in zip(*found, strict=True):
+            counts = [sum(cost > 0 for cost in costs) for costs in of_ranks]
+            assert max(counts) - min(counts) <= 1
+            assert all(costs == sorted(costs, reverse=True) for costs in of_ranks)
+            # Sorted as one list, the rows are cut into micro-batches.
+            batches = [sorted(batch, reverse=True) for batch in zip(*of_ranks, strict=True)]
+            in_order = [cost for batch in batches for cost in batch]
+            assert in_order == sorted((cost for costs in of_ranks for cost in costs), reverse=True)
+            totals = [sum(costs) for costs in of_ranks]
+            assert max(totals) - min(totals) <= max(batch[0] - batch[-1] for batch in batches)
 
 
 def test_a_step_tells_how_full_its_rows_are() -> None:

@@ -123,7 +123,7 @@ def test_the_buffer_keeps_its_bound_and_no_sample_starves(case: dict[str, Any]) 
     for row in packer.pack(source()):
         assert len(packer.at_hand()) <= case["buffer_size"]
         for index, _ in row:
-            assert num_rows <= rows_before_draw[index] + 6 * case["buffer_size"]
+            assert num_rows <= rows_before_draw[index] + 18 * case["buffer_size"]
         num_rows += 1
         num_out += len(row)
     assert packer.at_hand() == []
@@ -148,6 +148,14 @@ def test_rows_are_full_and_long_samples_come_no_earlier_than_short_ones(
             part = of_epoch[third * len(of_epoch) // 3 : (third + 1) * len(of_epoch) // 3]
             per_row[third] += sum(map(len, part)) / len(part) / num_epochs
     assert max(per_row) < 1.1 * min(per_row)
+
+
+def test_plans_of_few_rows_leave_little_room_too() -> None:
+    """Samples so short that the buffer holds three to four rows of them."""
+    lengths = np.random.default_rng(0).integers(5, 25, 20_000).tolist()
+    case = {"row_tokens": 4096, "over_long": "error", "seed": 0, "buffer_size": 1024}
+    rows = list(make_packer(case).pack([[index, length] for index, length in enumerate(lengths)]))
+    assert sum(lengths) / (4096 * len(rows)) > 0.98
 
 
 @THOROUGH

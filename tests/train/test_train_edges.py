@@ -156,7 +156,8 @@ UNEVEN = {"steps": None, "epochs": 2, "clip_norm": 0.05, "weight_decay": 0.1}
 @pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"])
 def test_epochs_in_uneven_steps_are_those_of_one_process(folder: Path, tmp_path: Path, model: str) -> None:
     """Data ranks without a row, a last step of fewer rows, clipping, copies of shards; evaluated last."""
-    alone = config(folder, tmp_path / "alone", evaluated=True, train=UNEVEN, model=f"tiny:{model}")
+    write(folder / "uneven.jsonl", [said(number) for number in range(44)])  # the last step has one row
+    alone = config(folder, tmp_path / "alone", "uneven", UNEVEN, evaluated=True, model=f"tiny:{model}")
     run(train, 1, alone)
     assert len(logged(alone, "eval_loss")) == 1
     steps, labels = len(logged(alone, "loss")), logged(alone, "label_tokens")

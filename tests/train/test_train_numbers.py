@@ -70,7 +70,7 @@ def test_what_is_evaluated_is_what_the_next_step_learns(folder: Path, tmp_path: 
     assert found["accuracy"][1:] == pytest.approx(logged(same, "eval_accuracy")[:-1])
     assert len(set(found["accuracy"])) > 1
     assert found["label_tokens"] == logged(same, "eval_label_tokens")
-    assert found["epoch"] == [0, 1, 2, 3]
+    assert found["epoch"] == [1, 2, 3, 4]
 
     encoder = Encoding(same.model, same.data, load_model(same).config)()
     lengths = [encoder.length(long(number)) for number in range(3)]
