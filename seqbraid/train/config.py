@@ -158,7 +158,8 @@ class TrainConfig:
     """
 
     model: str = ""
-    """A checkpoint's folder, a hub name, or `tiny:FAMILY` for a tiny model with random weights."""
+    """A checkpoint's folder, its name on the Hub (`owner/name` or `owner/name@revision`; a run keeps the one
+    that it began with), or `tiny:FAMILY` for a tiny model with random weights."""
     out: str = ""
     """The run's folder: checkpoints, `log.jsonl`, `config.yaml`."""
     precision: Literal["float32", "mixed", "bfloat16"] = "mixed"

@@ -21,6 +21,7 @@ from .config import TrainConfig, as_dict, keys
 from .ending import Ending, write_ending, write_failure
 from .evaluate import evaluate
 from .flops import ModelFlops, peak_flops
+from .identity import agree_on_model, check_same_model
 from .log import Sinks, open_sinks
 from .lora import save_adapter
 from .metrics import StepMeter
@@ -46,6 +47,7 @@ from .setup import (
     open_data,
 )
 from .signals import stop_on_signals
+from .weights import split_revision
 
 UNCHANGED = ("model", "precision", "lora", "freeze")
 """What a resumed run must have as it was; the loader looks after the data, all else may change."""
@@ -73,7 +75,9 @@ class Trainer:
 
     def _prepare(self) -> None:
         """All that can be refused, before the first step."""
-        config, mesh = self.config, self.mesh
+        mesh = self.mesh
+        self.config, self.identity = agree_on_model(self.config, mesh)
+        config = self.config
         self.device = make_device()
         with raised_by_all(mesh.cpu_group):
             base = adapted_weights(config)
@@ -149,7 +153,8 @@ class Trainer:
                 self._save()
             self._report(self.checkpoints.finish())
             if self.config.lora.rank:
-                save_adapter(self.model, self.folder / "adapter", base_name=self.config.model)
+                base_name = split_revision(self.config.model)[0]
+                save_adapter(self.model, self.folder / "adapter", base_name=base_name)
         finally:
             self.loader.close()
         if self.published != folder_name(self.step):
@@ -288,6 +293,7 @@ class Trainer:
             "best": self.best,
             "loader": self.loader.state_dict(),
             "config": as_dict(self.config),
+            "identity": self.identity,
             "mesh": {
                 axis: getattr(self.mesh, axis) for axis in ("dp_replicate", "dp_shard", "ring", "ulysses")
             },
@@ -318,13 +324,17 @@ class Trainer:
     def _last(self) -> Path | None:
         last = self.checkpoints.last(self.config.resume)
         if last is not None:
-            before, now = self.checkpoints.state(last)["config"], as_dict(self.config)
+            state = self.checkpoints.state(last)
+            before, now = state["config"], as_dict(self.config)
+            if split_revision(before["model"])[1] is None:  # of a version that wrote no revision down
+                now["model"] = split_revision(now["model"])[0]
             for name in UNCHANGED:
                 if before[name] != now[name]:
                     raise ValueError(
                         f"{last} was trained with {name}={before[name]!r}, not {now[name]!r}; set it back, "
                         "or give another out"
                     )
+            check_same_model(state.get("identity"), self.identity, last)
         return last
 
     def _resume(self, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ DTYPES = {
 """What safetensors calls torch's dtypes."""
 
 
+AT_REVISION = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[\w./-]+)")
+
 SAMPLES, SAMPLE_BYTES = 64, 4096
 """How many places of a file, and how much of each, a fingerprint looks at; of a small file at everything."""
 
@@ -63,20 +66,32 @@ class TensorFile(NamedTuple):
 
 
 def checkpoint_folder(path_or_name: str | Path) -> Path:
-    """A folder as it is, or the local snapshot of a checkpoint on the hub."""
+    """A folder as it is, or the local snapshot of a checkpoint on the Hub (`owner/name[@revision]`)."""
     folder = Path(path_or_name).expanduser()
     if folder.is_dir():
         return folder
-    name = str(path_or_name)
+    name, revision = split_revision(path_or_name)
     if folder.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(f"{name!r} is neither a folder nor the name of a checkpoint on the hub (owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(PATTERNS)))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{name!r} is no folder, and cannot be had from the hub: {error}") from None
+        raise ValueError(
+            f"{str(path_or_name)!r} is no folder, and could not be downloaded from the Hub: {error}"
+        ) from None
+
+
+def split_revision(path_or_name: str | Path) -> tuple[str, str | None]:
+    """The name of a checkpoint on the Hub, and the branch, tag or commit that is asked for.
+
+    >>> split_revision("owner/name@main"), split_revision("owner/name")
+    (('owner/name', 'main'), ('owner/name', None))
+    """
+    found = None if Path(path_or_name).expanduser().is_dir() else AT_REVISION.fullmatch(str(path_or_name))
+    return (found["name"], found["revision"]) if found else (str(path_or_name), None)
 
 
 def load_stock(
