@@ -10,18 +10,24 @@ with the generation prompt, and after it.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
+from .prefixes import Message, Prefixes
+
 Span = tuple[int, int]
-Message = dict[str, Any]
 
 Render = Callable[[Sequence[Message], bool], str]
 """Of messages, and whether the generation prompt follows."""
 
 _TAG = re.compile(r"<[^<>\s]*>")
-_WORD = re.compile(r"[^\W_]{2,}")
+SHOWN = 60
+"""Characters of a text that a refusal quotes."""
+
+_TAG_OR_WORD = re.compile(rf"{_TAG.pattern}|(?P<word>[^\W_]{{2,}})")
 
 
 class MarkedConversation:
@@ -35,56 +41,89 @@ class MarkedConversation:
 
     def __init__(self, messages: Sequence[Message], render: Render, special: re.Pattern[str]) -> None:
         self.render, self.special = render, special
-        token = f"(?:{special.pattern})"
-        # The first special tokens in a row that only such tokens and white space follow: there are templates
-        # that put one more token after the last turn, on a line of its own.
-        self.end_of_turn = re.compile(rf"{token}+(?=(?:{token}|\s)*\Z)")
         self.plain = render(messages, False)
         said = [self.plain, *all_texts(messages)]
         # Letters and digits only, so that no filter of a template changes it.
         salt = next(salt for salt in (f"qz{n}zq" for n in count()) if not any(salt in text for text in said))
-        self.any_mark = re.compile(rf"{salt}\d+e")
+        self.any_mark = re.compile(rf"{salt}(\d+)e")
         marked = [_marked(message, f"{salt}{number}e") for number, message in enumerate(messages)]
         self.messages = [old if new is None else new for old, new in zip(messages, marked, strict=True)]
         self.marks = {
             number: f"{salt}{number}e" for number, message in enumerate(marked) if message is not None
         }
+        self.prefixes = Prefixes(self.messages)
         self.text = render(self.messages, False)
-        self._check_turns()
+        self.places = self._places()
+        self.nearest = list(accumulate((n if n in self.marks else -1 for n in range(len(marked))), max))
+        """Of each turn: itself or the turn before it that has a mark; -1 where there is none."""
+        lengths = [len(self.marks[number]) for number in self.places]
+        self.mark_starts = list(self.places.values())
+        self.marks_before = list(accumulate(lengths, initial=0))
+        self.says_the_same = self.any_mark.sub("", self.text) == self.plain
 
     def generated(self, number: int) -> Span:
         """What the model would generate for a turn, in the text without marks: from the generation prompt to
         the turn's end token."""
-        if self._without_marks(self.text) != self.plain:
+        if not self.says_the_same:
             raise ValueError(
                 "the chat template writes something else when a turn says one word more, so that a turn "
                 "cannot be found in its text; give the template {% generation %} blocks"
             )
-        start = self._start(number)
-        return self._place(start), self._place(self._stop(number, start))
+        try:
+            start, stop = self._found(number)
+            if self.prefixes.is_checked(number):
+                self._check_prefix(number, (start, stop))
+        except ValueError:
+            if not self.prefixes.give_all():
+                raise
+            start, stop = self._found(number)
+        return self._place(start), self._place(stop)
 
-    def _check_turns(self) -> None:
-        places = []
-        for number, mark in self.marks.items():
-            if (found := self.text.count(mark)) != 1:
+    def _found(self, number: int) -> Span:
+        start = self._start(number)
+        return start, self._stop(number, start)
+
+    def _places(self) -> dict[int, int]:
+        """Where the mark of each turn stands in the text, in order."""
+        found = [(int(mark[1]), mark.start()) for mark in self.any_mark.finditer(self.text)]
+        times = Counter(number for number, _ in found)
+        for number in self.marks:
+            if times[number] != 1:
                 raise ValueError(
-                    f"the chat template {'repeats' if found else 'drops'} turn {number} "
+                    f"the chat template {'repeats' if times[number] else 'drops'} turn {number} "
                     f"({self.messages[number]['role']}), so it would not be the record that is learnt"
                 )
-            places.append(self.text.index(mark))
-        if places != sorted(places):
+        if [number for number, _ in found] != list(self.marks):
             raise ValueError("the chat template puts the turns in another order")
+        return dict(found)
+
+    def _check_prefix(self, number: int, span: Span) -> None:
+        """Refuse a template that writes a turn otherwise when turns far before it are left out."""
+        with self.prefixes.whole():
+            if span == self._found(number):
+                return
+        raise ValueError(
+            f"the chat template writes turn {number} otherwise when turns far before it are left out, so it "
+            f"cannot be found in a conversation of {len(self.messages)} turns; make that shorter, or give "
+            "the template {% generation %} blocks"
+        )
+
+    def _after_mark(self, number: int) -> int:
+        """Where the text goes on after a turn's mark; its beginning where no turn before has one."""
+        return self.places[number] + len(self.marks[number]) if number >= 0 else 0
 
     def _start(self, number: int) -> int:
         """Where the text goes on after the generation prompt."""
-        prompt = self.render(self.messages[:number], True)
-        nearest = next((self.marks[n] for n in reversed(range(number)) if n in self.marks), "")
-        tail = _after(prompt, nearest)
-        begin = len(self.text) - len(_after(self.text, nearest))
+        before = self.prefixes.until(number)
+        prompt = self.render(before, True)
+        nearest = self.nearest[number - 1] if number else -1
+        tail = _after(prompt, self.marks.get(nearest, ""))
+        begin = self._after_mark(nearest)
         if not self.text.startswith(tail, begin):
-            return begin + self._start_of_shorter(number, tail, self.text[begin:])
+            text = self.text[begin : begin + max(len(tail), SHOWN) + 1]
+            return begin + self._start_of_shorter(number, tail, text)
         start = begin + len(tail)
-        if self.special.match(self.text, start) and prompt == self.render(self.messages[:number], False):
+        if self.special.match(self.text, start) and prompt == self.render(before, False):
             raise ValueError(
                 "the chat template has no generation prompt (add_generation_prompt), but begins a turn with "
                 f"{self.text[start : start + 40]!r}; what of it the model would generate is not clear"
@@ -101,38 +140,48 @@ class MarkedConversation:
         cut = max([tail.rfind("\n", 0, both) + 1, *(end for end in ends if end <= both)])
         if any(end > cut for end in ends) or not _TAG.match(tail, cut):
             raise ValueError(
-                f"the chat template begins turn {number} with {text[:60]!r}, but prompts for it with "
-                f"{tail[-60:]!r}; what of it the model would generate is not clear"
+                f"the chat template begins turn {number} with {text[:SHOWN]!r}, but prompts for it with "
+                f"{tail[-SHOWN:]!r}; what of it the model would generate is not clear"
             )
         return cut
 
     def _stop(self, number: int, start: int) -> int:
         """Where the turn's end token ends."""
         is_last = number == len(self.messages) - 1
-        ended = self.text if is_last else self.render(self.messages[: number + 1], False)
+        ended = self.text if is_last else self.render(self.prefixes.until(number + 1), False)
         if number not in self.marks:
             # Nothing is said but tool calls, in which there is no special token that the template uses.
-            end = self.end_of_turn.search(ended)
-            place = self.text.find(end[0], start) if end else -1
+            end = self._end_of_turn(ended)
+            place = self.text.find(ended[slice(*end)], start) if end else -1
             if end is None or place < 0:
                 raise ValueError(f"the chat template does not end turn {number} with a special token")
-            return place + len(end[0])
+            return place + end[1] - end[0]
         rest = _after(ended, self.marks[number])
-        found = self.end_of_turn.search(rest)
-        turn = rest[: found.end()] if found else rest.rstrip()
-        begin = self.text.index(self.marks[number]) + len(self.marks[number])
+        found = self._end_of_turn(rest)
+        turn = rest[: found[1]] if found else rest.rstrip()
+        begin = self._after_mark(number)
         if not self.text.startswith(turn, begin):
             raise ValueError(
-                f"the chat template ends turn {number} with {self.text[begin : begin + 60]!r}, but with "
-                f"{turn[-60:]!r} where it is the last one"
+                f"the chat template ends turn {number} with {self.text[begin : begin + SHOWN]!r}, but with "
+                f"{turn[-SHOWN:]!r} where it is the last one"
             )
         return begin + len(turn)
 
-    def _place(self, marked: int) -> int:
-        return len(self._without_marks(self.text[:marked]))
+    def _end_of_turn(self, text: str) -> Span | None:
+        """The first special tokens in a row that only such tokens and white space follow: there are templates
+        that put one more token after the last turn, on a line of its own."""
+        end = None
+        following = len(text)
+        # Token by token, for a pattern that says all of it looks through a row of tokens again and again.
+        for start, stop in reversed([token.span() for token in self.special.finditer(text)]):
+            if text[stop:following].strip():
+                break
+            end = (start, end[1] if end is not None and end[0] == stop else stop)
+            following = start
+        return end
 
-    def _without_marks(self, text: str) -> str:
-        return self.any_mark.sub("", text)
+    def _place(self, marked: int) -> int:
+        return marked - self.marks_before[bisect_left(self.mark_starts, marked)]
 
 
 def all_texts(value: Any) -> list[str]:
@@ -164,8 +213,8 @@ def _insert(text: str, mark: str, at_end: bool) -> str:
     for tags in what the assistant says; and they trim white space."""
     place = len(text.rstrip())
     if not at_end:
-        tags = [found.span() for found in _TAG.finditer(text)]
-        words = [w for w in _WORD.finditer(text) if not any(a <= w.start() < b for a, b in tags)]
+        # Each tag or each word outside of one, whichever comes first.
+        words = [found for found in _TAG_OR_WORD.finditer(text) if found["word"]]
         if words:
             place = max(words, key=lambda word: word.end() - word.start()).start() + 1
     return text[:place] + mark + text[place:]

@@ -104,12 +104,9 @@ class SampleEncoder:
         )
         ids_T = np.asarray(tokens["input_ids"], np.int64)
         offsets_T2 = np.asarray(tokens["offset_mapping"], np.int64).reshape(-1, 2)
-        learnt_T = np.zeros(len(ids_T), bool)
-        for span in rendered.spans:
-            learnt_T |= _within(offsets_T2, expanded.moved(span))
+        learnt_T = _within(offsets_T2, [expanded.moved(span) for span in rendered.spans])
         # What the processor writes, also within a turn of the assistant's, is no text of the model's.
-        for span in expanded.new:
-            learnt_T &= ~_within(offsets_T2, span)
+        learnt_T &= ~_within(offsets_T2, expanded.new)
         learnt_T &= ~np.isin(ids_T, self.media_ids)
         if not learnt_T[1:].any():  # nothing comes before the first token that could predict it
             raise ValueError("no token of the conversation is learnt: its assistant turns come out empty")
@@ -202,13 +199,18 @@ class SampleEncoder:
         return [*wanted_ids.values(), *(found for found in found_ids if found is not None)]
 
 
-def _within(offsets_T2: Ints, span: Span) -> NDArray[np.bool_]:
-    """Which tokens lie in a span whole; a token of no characters lies in none."""
+def _within(offsets_T2: Ints, spans: Sequence[Span]) -> NDArray[np.bool_]:
+    """Which tokens lie whole in one of some spans, which are in order; one of no characters lies in none."""
+    if not spans:
+        return np.zeros(len(offsets_T2), bool)
     starts, stops = offsets_T2.T
     # Some tokenizers leave the white space that a token begins with out of it, though it is all there is.
     ends_before = np.maximum.accumulate(np.concatenate([[0], stops[:-1]]))
     starts = np.minimum(starts, ends_before)
-    return (starts >= span[0]) & (stops <= span[1]) & (stops > starts)
+    begins, ends = np.asarray(spans, np.int64).T
+    # Of spans in order, only the last one that begins before a token can hold it.
+    nearest = np.searchsorted(begins, starts, side="right") - 1
+    return (nearest >= 0) & (stops <= ends[nearest]) & (stops > starts)
 
 
 def _media_options(options: Mapping[str, Any]) -> MediaOptions:

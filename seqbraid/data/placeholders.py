@@ -39,7 +39,7 @@ class Expanded(NamedTuple):
         return start, stop
 
     def _moved(self, place: int) -> int:
-        number = bisect_right([stop for _, stop in self.old], place)
+        number = bisect_right(self.old, place, key=lambda replaced: replaced[1])
         if number < len(self.old) and self.old[number][0] < place:
             raise ValueError("a turn begins or ends within the placeholder of a media item")
         return place + (self.new[number - 1][1] - self.old[number - 1][1] if number else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
+from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 64
@@ -76,8 +77,8 @@ def _check_text(text: str) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in value if keys.count(key) > 1)
+        times = Counter(key for key, _ in pairs)
+        twice = next(key for key in value if times[key] > 1)
         raise ValueError(f"an object has the key {show(twice)} twice")
     return value
 
