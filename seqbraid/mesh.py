@@ -46,6 +46,28 @@ EXPERTS_FROM = ("dp_shard", "ring", "ulysses", "tp")
 """The axes that `ep` is carved out of: neighbours in rank among them share the experts."""
 
 
+def launched() -> tuple[int, int]:
+    """This process's rank and how many there are, as torchrun says; 0 and 1 without it."""
+    found = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not found:
+        return 0, 1
+    given = ", ".join(f"{name}={value!r}" for name, value in found.items())
+    try:
+        rank, world_size = int(found["RANK"]), int(found["WORLD_SIZE"])
+    except KeyError as missing:
+        raise ValueError(
+            f"the environment has {given} but no {missing.args[0]}; start with torchrun, which sets both, or "
+            "unset it for one process"
+        ) from None
+    except ValueError:
+        raise ValueError(
+            f"the environment has {given}, which are not whole numbers; torchrun sets both"
+        ) from None
+    if not 0 <= rank < world_size:
+        raise ValueError(f"the environment has {given}; ranks count from 0 to WORLD_SIZE − 1")
+    return rank, world_size
+
+
 @dataclass(frozen=True)
 class Mesh:
     """How the processes of a job are shared out among the axes; reads torchrun's environment.
@@ -71,8 +93,8 @@ class Mesh:
     ulysses: int = 1
     tp: int = 1
     ep: int = 1
-    rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
-    world_size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
+    rank: int = field(default_factory=lambda: launched()[0])
+    world_size: int = field(default_factory=lambda: launched()[1])
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep"):

@@ -56,6 +56,7 @@ class Pool:
             ours, theirs = self.context.Pipe()
             worker = self.context.Process(target=_serve, args=(theirs,), daemon=True)
             worker.start()
+            theirs.close()  # so that the pipe ends with the worker
             self.workers.append((worker, ours))
         self.count += 1
         store = str(Path(self.folder.name) / f"case{self.count}")

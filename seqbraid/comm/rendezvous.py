@@ -7,34 +7,40 @@ wait for the dead. `TORCHELASTIC_RESTART_COUNT` does not tell the attempts apart
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from .gpus import share_out
 
 PAUSE_S = 0.02
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, or another launcher, tells each rank."""
 LIMIT = timedelta(minutes=30)
 """How long to wait for the others, as torch does."""
 
 
-def join_job(or_cpu: bool = False) -> str:
+def join_job(or_cpu: bool = False, limit: timedelta = LIMIT) -> str:
     """Start the process group of this job, unless there is one.
 
     Where the ranks cannot have a GPU each, every rank refuses; with `or_cpu` they talk, and compute, on the
-    CPU instead, and the reason is given back.
+    CPU instead, and the reason is given back. `limit` is for the meeting of the ranks.
     """
     if dist.is_initialized():
         return ""
+    _check_environment()
     store, rank, world_size = next(rendezvous("env://"))
     if dist.is_torchelastic_launched():
-        store = PrefixStore(meet(store, rank, world_size), store)
-    gpu, reason = share_out(store, rank, world_size, LIMIT)
+        store = PrefixStore(meet(store, rank, world_size, limit), store)
+    gpu, reason = share_out(store, rank, world_size, limit)
     if reason and not or_cpu:
         raise ValueError(
             f"{reason}; each rank needs a GPU of its own: start as many ranks as there are GPUs (torchrun "
@@ -53,6 +59,29 @@ def join_or_use_cpu(command: str) -> None:
     reason = join_job(or_cpu=True)
     if reason and dist.get_rank() == 0:
         print(f"seqbraid {command} runs on the CPU: {reason}", flush=True)
+
+
+def job_store() -> Store | None:
+    """The store that the ranks of this job have met in; None for one process."""
+    return distributed_c10d._get_default_store() if dist.is_initialized() else None
+
+
+def set_timeouts(groups: Iterable[dist.ProcessGroup], limit: timedelta) -> None:
+    """How long collectives of these groups wait before they fail."""
+    for group in groups:
+        distributed_c10d._set_pg_timeout(limit, group)
+
+
+def _check_environment() -> None:
+    """Refuse half of what a launcher sets, which torch answers with the name of a variable or a long wait."""
+    missing = [name for name in LAUNCHER if name not in os.environ]
+    if missing:
+        there = ", ".join(f"{name}={os.environ[name]}" for name in LAUNCHER if name in os.environ)
+        raise ValueError(
+            f"the environment has {there or 'nothing that a launcher sets'}, but not {', '.join(missing)}, "
+            "and the ranks of a job need all of them; start with torchrun, which sets them, or unset them "
+            "for one process"
+        )
 
 
 def meet(store: Store, rank: int, world_size: int, limit: timedelta = LIMIT) -> str:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..comm.consensus import agree
 from ..layout.packing import CostModel, level_rows
+from ..comm.whereabouts import Whereabouts
 from ..layout.streaming import OverLong
 from ..mesh import Mesh
 from ..models.media import media_ranks
 from .left_out import BadSamples, LeftOut, OverLongSamples
-from .measure import Clock, Measuring
+from .measure import Clock, Measuring, raise_if_stopped, stopped
 from .order import SampleOrder
 from .plan import BadSample, Draw, OnBadSample, PlannedStep, StepPlanner
 from .tasks import Encoder, Refused, Tasks, Wanted
@@ -86,6 +87,8 @@ class Loader:
         workers: processes per rank; 0 encodes in this process, when a step is asked for.
         prefetch_steps: steps that are encoded ahead.
         cost: estimates what a row costs, the same on every rank.
+        sample_limit_s: seconds that a worker may be at one sample; for ever when left out.
+        where: is told of what goes forward, and says whether to stop.
     """
 
     def __init__(
@@ -106,6 +109,8 @@ class Loader:
         workers: int = 0,
         prefetch_steps: int = 2,
         cost: CostModel | None = None,
+        sample_limit_s: float | None = None,
+        where: Whereabouts | None = None,
     ) -> None:
         self._source = source
         self._mesh = mesh
@@ -114,7 +119,8 @@ class Loader:
         self._on_bad_sample = on_bad_sample
         self._prefetch_steps = prefetch_steps
         self._cost = cost or CostModel()
-        self._clock = Clock()
+        where = Whereabouts() if where is None else where
+        self._clock = Clock(where)
         self._settings = {
             "source": source.fingerprint,
             "num_samples": len(source),
@@ -134,8 +140,12 @@ class Loader:
                 raise ValueError(f"{workers=} and {prefetch_steps=} must not be negative")
             self._order = SampleOrder(len(source), seed, shuffle, epochs)
             tasks = Tasks(source, make_encoder, row_tokens, mesh.sequence_rank, mesh.sequence_size)
-            self._workers = Workers(tasks, workers) if workers else NoWorkers(tasks)
-            weakref.finalize(self, self._workers.close)
+            self._workers = (
+                Workers(tasks, workers, sample_limit_s) if workers else NoWorkers(tasks, where.moves)
+            )
+            self._clock.progress = self._workers.begun
+            # Before multiprocessing waits for its children, which are deaf to its SIGTERM.
+            util.Finalize(self, self._workers.close, exitpriority=1)
             self._measuring = Measuring(self._order, self._workers, self._group, self._clock)
             self._planner = StepPlanner(
                 self._order,
@@ -164,7 +174,9 @@ class Loader:
         return self
 
     def __next__(self) -> StepData:
-        """The next step; all ranks ask for it together."""
+        """The next step; all ranks ask for it together. `Stopped` if one of them was asked to stop while it
+        waited for its workers; the state is then that of before.
+        """
         if self._failure is not None:
             raise RuntimeError(
                 "this loader has stopped; make a new one and load its state"
@@ -187,9 +199,9 @@ class Loader:
             raise StopIteration
         encoding = self._ahead.popleft()
         planned = encoding.planned
-        answers, error = self._clock.wait(encoding.results)
+        answers, problem = self._clock.wait(encoding.results)
         samples: list[dict[str, Any] | Refused] = [sample for answer in answers for sample in answer]
-        refused = self._agree_on_refused(encoding, samples, error)
+        refused = self._agree_on_refused(encoding, samples, problem)
         bad, cut_short = (
             [refused[position][0] for position in sorted(refused) if refused[position][1] is kind]
             for kind in (False, True)
@@ -251,7 +263,7 @@ class Loader:
         return [Wanted(draw, of_sample) for draw, of_sample in zip(row, ranks, strict=True)]
 
     def _agree_on_refused(
-        self, encoding: _Encoding, samples: list[dict[str, Any] | Refused], error: Exception | None
+        self, encoding: _Encoding, samples: list[dict[str, Any] | Refused], problem: Exception | None
     ) -> dict[int, tuple[BadSample, bool]]:
         """The samples of the step that some rank could not encode, by position, and whether they have but no
         label left; the same on every rank."""
@@ -261,11 +273,13 @@ class Loader:
                 BadSample(draw.sample, self._source.where(draw.sample), sample.reason),
                 sample.cut_short,
             )
-            for draw, sample in zip(draws, samples, strict=error is None)
+            for draw, sample in zip(draws, samples, strict=problem is None)
             if isinstance(sample, Refused)
         }
-        counts = agree(self._group, error, [len(own)])
-        if not any(count for (count,) in counts):
+        error, stop = stopped(problem)
+        counts = agree(self._group, error, [stop, len(own)])
+        raise_if_stopped(counts)
+        if not any(count for _, count in counts):
             return {}
         merged: dict[int, tuple[BadSample, bool]] = {}
         for of_rank in reversed(gather_objects(self._group, own)):  # in the words of the first rank

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -12,11 +13,14 @@ import numpy as np
 import torch.distributed as dist
 
 from ..comm.consensus import agree
+from ..comm.whereabouts import Stopped, Whereabouts
 from .order import SampleOrder
 from .plan import BAD, Measured
 from .together import gather_objects
 from .workers import NoWorkers, Result, Workers
 
+LOOK_S = 0.5
+"""Seconds after which who waits looks whether it should stop."""
 WINDOW = 256
 WINDOW_PER_RANK = 32
 LARGEST_TASK = 16
@@ -26,20 +30,51 @@ UNKNOWN = 0
 class Clock:
     """Adds up how long the main thread was blocked."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: Whereabouts | None = None) -> None:
         self.seconds = 0.0
+        self.progress: Callable[[], int] = lambda: 0
+        """How many samples the workers have begun."""
+        self._where = Whereabouts() if where is None else where
 
     def wait(self, results: Sequence[Result]) -> tuple[list[Any], Exception | None]:
-        """The results, up to the first error, and that error, to be agreed on."""
+        """The results, up to the first error, and that error, to be agreed on; `Stopped` if the run is asked
+        to stop meanwhile.
+        """
         start = perf_counter()
         found, error = [], None
         try:
             for result in results:
-                found.append(result.result())
+                found.append(self._result(result))
+                self._where.moves()
         except Exception as problem:
             error = problem
         self.seconds += perf_counter() - start
         return found, error
+
+    def _result(self, result: Result) -> Any:
+        begun = self.progress()
+        while True:
+            try:
+                return result.result(LOOK_S)
+            except TimeoutError:
+                if isinstance(result, Future) and result.done():  # meanwhile, or it raised that itself
+                    return result.result()
+            before, begun = begun, self.progress()
+            if begun != before:
+                self._where.moves()
+            if self._where.stop:
+                raise Stopped("while data workers were at work")
+
+
+def raise_if_stopped(found: Sequence[Sequence[int]]) -> None:
+    """Raise on all ranks if one of them, by the first of its values, has stopped to wait."""
+    if any(row[0] for row in found):
+        raise Stopped("while a rank waited for its data workers")
+
+
+def stopped(error: Exception | None) -> tuple[Exception | None, int]:
+    """An error to be agreed on, and whether it is none but a stop that was asked for."""
+    return (None, 1) if isinstance(error, Stopped) else (error, 0)
 
 
 @dataclass(frozen=True)
@@ -130,12 +165,15 @@ class Measuring:
         return _Window(start, samples, unknown, results)
 
     def _share(self, window: _Window) -> None:
-        answers, error = self._clock.wait(window.results)
+        answers, problem = self._clock.wait(window.results)
+        error, stop = stopped(problem)
         own: list[Measured] = [measured for answer in answers for measured in answer]
         count = -(-len(window.unknown) // self._world_size)
-        lengths = [measured.length for measured in own] if error is None else []
+        lengths = [measured.length for measured in own] if problem is None else []
         costs = {measured.sample: measured.media_costs for measured in own if measured.media_costs}
-        found = agree(self._group, error, [*lengths, *[UNKNOWN] * (count - len(lengths)), len(costs)])
+        found = agree(self._group, error, [stop, *lengths, *[UNKNOWN] * (count - len(lengths)), len(costs)])
+        raise_if_stopped(found)
+        found = [row[1:] for row in found]
         for place, sample in enumerate(window.unknown):
             length = found[place % self._world_size][place // self._world_size]
             assert length != UNKNOWN, f"rank {place % self._world_size} has not measured sample {sample}"

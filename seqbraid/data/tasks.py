@@ -66,6 +66,8 @@ class Tasks:
         self.row_tokens = row_tokens
         self.rank = rank
         self.num_ranks = num_ranks
+        self.at: Callable[[int], None] | None = None
+        """Is told which sample is next, by the process that does the tasks."""
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -87,6 +89,8 @@ class Tasks:
     def _try(self, sample: int, function: Callable[[Any], Any], argument: Any) -> Any:
         encoder = self.encoder  # an error while it is made is none of the sample
         assert encoder is not None
+        if self.at is not None:
+            self.at(sample)
         try:
             return function(argument)
         except ValueError as error:

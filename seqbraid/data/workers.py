@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.sharedctypes import RawArray
 from typing import Any, Protocol
 
 import torch
@@ -26,20 +28,27 @@ from .tasks import Tasks
 FOR_THE_RUN = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
 ]
+END_S = 5.0
+"""How long a killed worker may take to end; one that waits for a dead file system does not."""
+NO_SAMPLE = -1
 TASKS_AT_HAND = 2  # of a worker: one that it does, one to go on with while its answer is read
 
 
 class Result(Protocol):
     """What a task will have given."""
 
-    def result(self) -> Any: ...
+    def result(self, timeout: float | None = None) -> Any: ...
 
 
 class _Later:
     """A task that is done when its result is asked for."""
 
     def __init__(self, task: Callable[[], Any]) -> None:
-        self.result = task
+        self._task = task
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Whatever the limit: the task is done in this thread."""
+        return self._task()
 
 
 class NoWorkers:
@@ -47,12 +56,22 @@ class NoWorkers:
 
     num_workers = 0
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: Tasks, moves: Callable[[], None] | None = None) -> None:
+        """
+        Args:
+            moves: is called at each sample.
+        """
         self._tasks = tasks
+        if moves is not None:
+            tasks.at = lambda sample: moves()
 
     def submit(self, method: str, argument: Any) -> Result:
         """The result-to-be of a method of `Tasks`."""
         return _Later(lambda: getattr(self._tasks, method)(argument))
+
+    def begun(self) -> int:
+        """Of no use here: who asks does the tasks."""
+        return 0
 
     def close(self) -> None:
         """Nothing to end."""
@@ -62,10 +81,10 @@ class Workers:
     """Processes that do tasks in the order given; one that dies fails all that is under way.
 
     Each has a pipe of its own, read by one thread of this process. They end with this process, however it
-    ends.
+    ends. One that is at the same sample for longer than `limit_s` counts as dead.
     """
 
-    def __init__(self, tasks: Tasks, num_workers: int) -> None:
+    def __init__(self, tasks: Tasks, num_workers: int, limit_s: float | None = None) -> None:
         try:
             pickled = pickle.dumps(tasks)
         except Exception as error:
@@ -74,6 +93,8 @@ class Workers:
                 "functions at module level, functools.partial of them, or workers=0"
             ) from error
         self.num_workers = num_workers
+        self._source = tasks.source
+        self._limit_s = limit_s
         self._lock = threading.Lock()
         self._failure: str | None = None
         self._waiting: deque[tuple[Future[Any], bytes]] = deque()
@@ -83,12 +104,13 @@ class Workers:
         with _signals_blocked():  # also for the process that they are forked from
             for number in range(num_workers):
                 ours, theirs = context.Pipe()
+                at = RawArray("q", [0, NO_SAMPLE])
                 process = context.Process(
-                    target=_work, args=(theirs, pickled), name=f"data worker {number}", daemon=True
+                    target=_work, args=(theirs, pickled, at), name=f"data worker {number}", daemon=True
                 )
                 process.start()
                 theirs.close()  # so that the pipe ends with the worker
-                self._workers.append(_Worker(process, ours))
+                self._workers.append(_Worker(process, ours, at))
         self._reader = threading.Thread(target=self._read, name="data workers", daemon=True)
         self._reader.start()
 
@@ -119,7 +141,10 @@ class Workers:
         while self._failure is None:
             by_handle: dict[Any, _Worker] = {worker.process.sentinel: worker for worker in self._workers}
             by_handle |= {worker.pipe: worker for worker in self._workers}
-            ready = wait(list(by_handle))
+            ready = wait(list(by_handle), None if self._limit_s is None else min(1.0, self._limit_s / 10))
+            if stuck := self._stuck():
+                self._fail(stuck)
+                return
             # What a worker has sent before it died is read first; then its pipe is at its end.
             for handle in sorted(ready, key=lambda handle: isinstance(handle, int)):
                 worker = by_handle[handle]
@@ -143,6 +168,32 @@ class Workers:
                 else:
                     future.set_exception(RuntimeError(answer))
 
+    def begun(self) -> int:
+        """How many samples the workers have begun, each time that they did."""
+        return sum(worker.at[0] for worker in self._workers)
+
+    def _stuck(self) -> str:
+        """What to say of a worker that has not gone forward for too long; nothing where all do."""
+        now = time.monotonic()
+        for worker in self._workers:
+            stays = worker.stays(now)
+            if self._limit_s is None or stays <= self._limit_s:
+                continue
+            sample = worker.at[1]
+            what = "making its encoder" if sample == NO_SAMPLE else f"at {self._source.where(sample)}"
+            stopped = process_state(worker.process.pid) == "T"
+            why = (
+                "the process is stopped (SIGSTOP), so let it run"
+                if stopped
+                else "it may be a chat template that does not end, or a file system that does not answer: "
+                "take the sample out or mend it, or give it more time"
+            )
+            return (
+                f"{worker.process.name} (process {worker.process.pid}) has been {what} for {stays:.0f} s "
+                f"(timeouts.loader={self._limit_s:g}); {why}"
+            )
+        return ""
+
     def _fail(self, why: str) -> None:
         with self._lock:
             if self._failure is not None:
@@ -160,7 +211,7 @@ class Workers:
         """End the workers, whatever they are doing."""
         self._fail("the data workers were closed")
         for worker in self._workers:
-            worker.process.join()
+            worker.process.join(END_S)
         if self._reader is not threading.current_thread():
             self._reader.join()
         for worker in self._workers:
@@ -192,10 +243,31 @@ def _signals_blocked() -> Iterator[None]:
 
 
 class _Worker:
-    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
+    def __init__(self, process: BaseProcess, pipe: Connection, at: Any) -> None:
         self.process = process
         self.pipe = pipe
         self.tasks: deque[Future[Any]] = deque()  # in the order in which they will be answered
+        self.at = at
+        """Written by the worker: how many samples it has begun, and which one is the latest."""
+        self._seen: tuple[Any, ...] = ()
+        self._since = 0.0
+
+    def stays(self, now: float) -> float:
+        """For how long it has been at the same sample, as far as was seen; 0 where it has nothing to do."""
+        task = self.tasks[0] if self.tasks else None
+        seen = (task, *self.at)
+        if task is None or seen != self._seen:
+            self._seen, self._since = seen, now
+        return now - self._since
+
+
+def process_state(pid: int | None) -> str:
+    """R for running, S for asleep, T for stopped, …; empty where it cannot be told."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
 
 
 def _how_it_ended(process: BaseProcess) -> str:
@@ -207,8 +279,13 @@ def _how_it_ended(process: BaseProcess) -> str:
     return f"(process {process.pid}) ended with exit code {code}; what it printed may say why"
 
 
-def _work(pipe: Connection, pickled: bytes) -> None:
+def _work(pipe: Connection, pickled: bytes, at: Any) -> None:
     """The life of a worker."""
+
+    def begins(sample: int) -> None:
+        at[1] = sample
+        at[0] += 1
+
     # They go to all processes of a job, but are for the parent, which ends the workers when it is done.
     for number in FOR_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
@@ -222,7 +299,9 @@ def _work(pipe: Connection, pickled: bytes) -> None:
         except (EOFError, OSError):
             return
         try:
-            tasks = pickle.loads(pickled) if tasks is None else tasks
+            if tasks is None:
+                tasks = pickle.loads(pickled)
+                tasks.at = begins
             parcel = Parcel((True, getattr(tasks, method)(argument)))
         except Exception as error:
             parcel = Parcel((False, f"{error}\n\nIn a data worker:\n{traceback.format_exc()}"))

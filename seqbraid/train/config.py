@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import reduce
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -139,6 +140,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class TimeoutConfig:
+    """Seconds in which nothing moves, after which the run says who holds it up, and ends; null: none."""
+
+    start: float | None = 1800.0
+    """One stage of the start (meeting the other ranks, reading the model, resuming); a checkpoint, too."""
+    step: float | None = 600.0
+    """One part of a step: a micro-batch, the update, an exchange between ranks, a row of an evaluation."""
+    loader: float | None = 300.0
+    """One sample, in the process that tokenizes and decodes it."""
+    stop: float | None = 60.0
+    """Once a signal has asked the run to stop: any of the above."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is seen while it runs."""
 
@@ -189,6 +204,8 @@ class TrainConfig:
     """LoRA."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
+    """How long the run waits for what does not move."""
     log: LogConfig = field(default_factory=LogConfig)
     """Logging."""
 
@@ -239,6 +256,9 @@ class TrainConfig:
             )
         if steps.clip_norm is not None and not steps.clip_norm > 0:
             raise ValueError(f"train.clip_norm={steps.clip_norm} must be above 0, or null for no clipping")
+        for name, seconds in as_dict(self.timeouts).items():
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"timeouts.{name}={seconds} must be above 0, or null to wait for ever")
         if self.lora.rank < 0:
             raise ValueError(f"lora.rank={self.lora.rank} must be at least 0 (0 trains the model itself)")
         if self.lora.rank and self.freeze:
@@ -319,6 +339,15 @@ def keys(kind: type = TrainConfig, prefix: str = "") -> list[str]:
 def _at_home(paths: list[str] | str) -> list[str] | str:
     """With `~` as the home folder; a shell leaves it alone behind a `=`."""
     return expanduser(paths) if isinstance(paths, str) else [expanduser(path) for path in paths]
+
+
+OF_A_MACHINE = ("model", "out", "data.train", "data.eval", "data.media_root", "data.workers")
+"""What may differ from rank to rank: where things lie. What is in them is compared elsewhere."""
+
+
+def shared(config: TrainConfig) -> dict[str, Any]:
+    """What no two ranks may have otherwise: they would wait for each other, or learn something else."""
+    return {name: reduce(getattr, name.split("."), config) for name in keys() if name not in OF_A_MACHINE}
 
 
 def _with_nearest(message: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from math import prod
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..layout import SequenceLayout
 from ..layout.render import layout_table
-from ..mesh import Mesh
+from ..mesh import Mesh, launched
 from ..models.media_adapter import make_adapter
 from .config import MeshConfig, TrainConfig
 from .estimate import memory_estimate
@@ -38,10 +37,10 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
 def planned_mesh(axes: MeshConfig) -> Mesh:
     """The mesh as the job would have it: of torchrun's processes, or of as many as the axes name."""
     sizes = {axis: getattr(axes, axis) for axis in ("dp_replicate", "dp_shard", "ring", "ulysses")}
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, world_size = launched()
     if world_size == 1:
         world_size = prod(max(size, 1) for size in sizes.values())
-    return Mesh(**sizes, rank=int(os.environ.get("RANK", "0")), world_size=world_size)
+    return Mesh(**sizes, rank=rank, world_size=world_size)
 
 
 def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> RenderableType:

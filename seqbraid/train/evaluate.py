@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..comm.whereabouts import Whereabouts
 from ..data.loader import Loader
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
@@ -14,14 +15,23 @@ from .batches import make_batches
 
 @torch.no_grad()
 def evaluate(
-    model: BraidedModel, loader: Loader, config: Any, mesh: Mesh, policy: str, device: torch.device
+    model: BraidedModel,
+    loader: Loader,
+    config: Any,
+    mesh: Mesh,
+    policy: str,
+    device: torch.device,
+    where: Whereabouts | None = None,
 ) -> dict[str, float]:
     """Mean loss per label token and share of tokens predicted right, over one pass of the loader."""
+    where = Whereabouts() if where is None else where
+    where.at("evaluating")
     was_training = model.training
     model.eval()
     loss_sum, correct, labels = 0.0, 0, 0
     try:
         for data in loader:
+            where.moves()
             step = make_batches(data, config, mesh, policy)
             for batch in step.batches:
                 out = model(batch.to(device))

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+
+def clocked_lines() -> Callable[[str], None]:
+    """Prints what a run does until its first step, with the seconds since now."""
+    console, began = Console(stderr=True), time.monotonic()
+
+    def say(text: str) -> None:
+        line = f"{time.monotonic() - began:6.1f} s  {text}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return say
 
 
 class StepProgress:

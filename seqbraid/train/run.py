@@ -8,13 +8,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..mesh import launched
 from .checkpoint.checkpoints import CheckpointError
 from .config import parse_config
 from .dry_run import dry_run
 from .ending import FAILED, PREEMPTED, preempted_here
 from .nonfinite import NonFiniteError
+from .progress import clocked_lines
 from .setup import make_mesh
 from .trainer import Trainer
+from .watchdog import watched
 
 STAYS = (
     "seqbraid train: {out} was stopped by a signal, and torchrun has started it again: it stays stopped "
@@ -28,14 +31,18 @@ def train(arguments: Sequence[str]) -> int:
     if only_plan:
         dry_run(config)
         return 0
-    mesh = make_mesh(config)
+    rank, world_size = launched()
     try:
-        if preempted_here(Path(config.out), mesh):
-            if mesh.rank == 0:
-                print(STAYS.format(out=config.out), file=sys.stderr)
-            return PREEMPTED
-        ending = Trainer(config, mesh).run()
-        if mesh.rank == 0 and ending.status:
+        with watched(config, clocked_lines() if rank == 0 else None) as watchdog:
+            watchdog.where.starts(f"meeting the other ranks, {world_size} in all")
+            mesh = make_mesh(config)
+            watchdog.join(mesh)
+            if preempted_here(Path(config.out), mesh):
+                if mesh.rank == 0:
+                    print(STAYS.format(out=config.out), file=sys.stderr)
+                return PREEMPTED
+            ending = Trainer(config, mesh, watchdog.where).run()
+        if rank == 0 and ending.status:
             print(f"seqbraid train: {ending.sentence()}", file=sys.stderr)
         return ending.status
     except (CheckpointError, NonFiniteError) as error:  # said by every rank, in words that need no traceback

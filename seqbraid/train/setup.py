@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..comm.gpus import own_gpu
-from ..comm.rendezvous import join_job
+from ..comm.rendezvous import join_job, set_timeouts
+from ..comm.whereabouts import Whereabouts
 from ..data.encode import SampleEncoder
 from ..data.loader import Loader
 from ..data.media_files import MediaFiles
@@ -28,6 +30,7 @@ from .freeze import freeze
 from .lora import LoraOptions, add_lora
 from .weights import checkpoint_folder, empty_model, fingerprint, load_stock
 
+FOR_EVER = timedelta(days=365)
 TINY = "tiny:"
 MEDIA_OPTIONS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "fps", "max_frames")
 
@@ -55,12 +58,24 @@ class Encoding:
 
 
 def make_mesh(config: TrainConfig) -> Mesh:
-    """The mesh of this job's processes."""
+    """The mesh of this job's processes, which meet here."""
     axes = config.mesh
     mesh = Mesh(dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, ring=axes.ring, ulysses=axes.ulysses)
     if mesh.world_size > 1:
-        join_job()
+        start = config.timeouts.start
+        join_job(limit=FOR_EVER if start is None else timedelta(seconds=start))
     return mesh
+
+
+def set_group_timeouts(config: TrainConfig, mesh: Mesh) -> None:
+    """Let collectives wait longer than the watchdog does, which says more than they."""
+    if mesh.cpu_group is None:
+        return
+    limits = (config.timeouts.start, config.timeouts.step, config.timeouts.loader)
+    known = [seconds for seconds in limits if seconds is not None]
+    longest = FOR_EVER if len(known) < len(limits) else timedelta(seconds=2 * max(known) + 60)
+    groups = [group for found in mesh.device_meshes.values() for group in found.get_all_groups()]
+    set_timeouts([mesh.cpu_group, *groups], longest)
 
 
 def make_device() -> torch.device:
@@ -137,7 +152,12 @@ def open_data(paths: list[str] | str, mesh: Mesh) -> Source:
 
 
 def make_loader(
-    config: TrainConfig, model_config: Any, mesh: Mesh, lists_bad: bool = True, cost: CostModel | None = None
+    config: TrainConfig,
+    model_config: Any,
+    mesh: Mesh,
+    lists_bad: bool = True,
+    where: Whereabouts | None = None,
+    cost: CostModel | None = None,
 ) -> Loader:
     """The stream of training steps; bad samples are listed in the run's folder."""
     return _loader(
@@ -150,6 +170,7 @@ def make_loader(
         shuffle=config.data.shuffle,
         bad_file=Path(config.out) / "bad_samples.jsonl" if lists_bad else None,
         cost=cost,
+        where=where,
     )
 
 
@@ -182,5 +203,6 @@ def _loader(
         on_bad_sample=data.on_bad_sample,
         workers=data.workers,
         prefetch_steps=data.prefetch_steps,
+        sample_limit_s=config.timeouts.loader,
         **settings,
     )

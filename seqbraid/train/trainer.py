@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..comm.whereabouts import Stopped, Whereabouts
 from ..data.loader import StepData
 from ..data.together import check_alike, gather_objects, raised_by_all
 from ..mesh import Mesh
 from .batches import StepBatches, make_batches
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
 from .checkpoint.files import folder_name
-from .config import TrainConfig, as_dict, keys
+from .config import TrainConfig, as_dict, shared
 from .ending import Ending, write_ending, write_failure
 from .evaluate import evaluate
 from .flops import ModelFlops, peak_flops
@@ -45,6 +45,7 @@ from .setup import (
     make_eval_loader,
     make_loader,
     open_data,
+    set_group_timeouts,
 )
 from .signals import stop_on_signals
 from .weights import split_revision
@@ -52,17 +53,16 @@ from .weights import split_revision
 UNCHANGED = ("model", "precision", "lora", "freeze")
 """What a resumed run must have as it was; the loader looks after the data, all else may change."""
 
-OF_A_MACHINE = ("model", "out", "data.train", "data.eval", "data.media_root", "data.workers")
-"""What may differ from rank to rank: where things lie. What is in them is compared elsewhere."""
-
 
 class Trainer:
-    """A model, its data and its optimizer, and the loop over steps."""
+    """A model, its data and its optimizer, and the loop over steps; `where` is told what it is at."""
 
-    def __init__(self, config: TrainConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, where: Whereabouts | None = None) -> None:
         self.config = config
         self.mesh = mesh
-        check_alike(mesh.cpu_group, _shared(config))
+        self.where = Whereabouts() if where is None else where
+        self.where.starts("looking for a checkpoint to go on from")
+        check_alike(mesh.cpu_group, shared(config))
         self.folder = Path(config.out)
         self.place = RunFolder(config.out, mesh)
         try:
@@ -94,17 +94,21 @@ class Trainer:
         with raised_by_all(mesh.cpu_group):
             if mesh.rank == 0:
                 (self.folder / "model").mkdir(parents=True, exist_ok=True)
+        self.where.starts(f"reading the model {config.model} and splitting it over {mesh.world_size} ranks")
         self.model = braid(config, mesh, self.device)
+        set_group_timeouts(config, mesh)
         self.model_config = self.model.model.config
         try:
             self.flops = ModelFlops.of(self.model.model)
         except ValueError:  # a model that we cannot count has no utilisation, and trains all the same
             self.flops = None
         self.optimizer = make_optimizer(self.model, config.train)
+        self.where.starts("opening the data and starting its workers")
         if config.data.eval:  # refused now if at all, not when it is first evaluated
             open_data(config.data.eval, mesh)
         cost = None if self.flops is None else self.flops.cost_model()
         self.loader = make_loader(config, self.model_config, mesh, cost=cost)
+        self.loader = make_loader(config, self.model_config, mesh, where=self.where)
         self.step = 0
         """Steps that are done, with those that were skipped."""
         self.trained = 0
@@ -113,15 +117,24 @@ class Trainer:
         self.best: dict[str, Any] = {}
         self.best_before: dict[str, Any] = {}
         if last is not None:
+            self.where.starts(f"reading the checkpoint {last.name}")
             self._resume(last)
         self._describe()
         compute = torch.float32 if config.precision == "float32" else torch.bfloat16
         self.meter = StepMeter(mesh.world_size, peak_flops(self.device, compute), self.device)
-        self.stop = False
         self.asked_by: str | None = None
         """The signal that asked this rank to stop."""
         self.saved = self.step if last is not None else -1
         self.published = None if last is None else last.name
+
+    @property
+    def stop(self) -> bool:
+        """Whether this rank, or one that it has heard of, was asked to stop."""
+        return self.where.stop
+
+    @stop.setter
+    def stop(self, asked: bool) -> None:
+        self.where.stop = asked
 
     def run(self) -> Ending:
         """Train to the end, or until a signal asks to stop; the last step is always saved."""
@@ -139,11 +152,16 @@ class Trainer:
         return ending
 
     def _run(self) -> Ending:
+        self.where.starts(f"preparing the samples of step {self.step + 1}")
         self.meter.start()
         stopped = False
         try:
             while not (stopped or self._done()):
-                data = next(self.loader, None)
+                try:
+                    data = self._data()
+                except Stopped:
+                    stopped = True
+                    break
                 if data is None:
                     self._check_trained()
                     break
@@ -151,6 +169,7 @@ class Trainer:
             stopped = stopped and not (self._done() or self.loader.at_end)
             if self.saved != self.step:
                 self._save()
+            self.where.at("waiting for the last checkpoint to be written", limit="start")
             self._report(self.checkpoints.finish())
             if self.config.lora.rank:
                 base_name = split_revision(self.config.model)[0]
@@ -169,9 +188,16 @@ class Trainer:
         steps = self.config.train.steps
         return steps is not None and self.step >= steps
 
+    def _data(self) -> StepData | None:
+        """What the next step is made of; None at the end of the data."""
+        # Workers have a limit of their own for each sample; without any, this thread is at the samples.
+        self.where.at("waiting for data", self.step + 1, "step" if self.config.data.workers else "loader")
+        return next(self.loader, None)
+
     def _step(self, data: StepData) -> bool:
         """One optimizer step; whether a rank was asked to stop."""
         config = self.config.train
+        self.where.at("packing rows, and counting them with the other ranks", limit="step")
         # Nothing random is remembered: each step starts from its own seed, so a resumed one draws the same.
         seed_everything(self.config.seed, self.step, self.mesh.rank)
         seed = drawn_seed(self.config.seed, self.step)
@@ -181,13 +207,15 @@ class Trainer:
         if not work.label_tokens:
             return self._skip(work)
         losses, correct = [], 0
-        for batch in work.batches:
+        for number, batch in enumerate(work.batches, start=1):
+            self.where.at(f"forward and backward of micro-batch {number} of {len(work.batches)}")
             out = self.model(batch.to(self.device), work.label_tokens, seed)
             out.loss.backward()
             if isinstance(self.optimizer, MasterAdamW):
                 self.optimizer.gather_gradients()
             losses.append(out.mean_loss)
             correct += out.correct_tokens
+        self.where.at("the norm of the gradient, and the update")
         gradients = gradients_of(self.optimizer)
         norm = gradient_norm(gradients, self.mesh)
         loss = float(torch.stack(losses).double().sum())
@@ -254,12 +282,14 @@ class Trainer:
                 self.mesh,
                 self.config.data.policy,
                 self.device,
+                self.where,
             )
             metrics = {**metrics, **found}
             improved = found["eval_loss"] < self.best.get("eval_loss", math.inf)
             if improved:
                 self.best_before = self.best
                 self.best = {"step": self.step, "eval_loss": found["eval_loss"]}
+        self.where.at("writing the log")
         if metrics:
             with raised_by_all(self.mesh.cpu_group):
                 self.sinks.log(self.step, metrics)
@@ -299,6 +329,7 @@ class Trainer:
             },
         }
         self.saved = self.step
+        self.where.at(f"saving step {self.step}, after the save before it is written", limit="start")
         self.checkpoints.save(self.step, self.model, self.optimizer, state)
         if self.best.get("step") == self.step:
             self.checkpoints.mark_best(self.step)
@@ -379,8 +410,3 @@ class Trainer:
             f"step {self.step + 1}: loss {sum(found)}, gradient norm {norm}; nothing was updated. What each "
             f"rank was looking at is in {folder}"
         )
-
-
-def _shared(config: TrainConfig) -> dict[str, Any]:
-    """What no two ranks may have otherwise: they would wait for each other, or learn something else."""
-    return {name: reduce(getattr, name.split("."), config) for name in keys() if name not in OF_A_MACHINE}

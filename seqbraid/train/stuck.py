@@ -1,0 +1,75 @@
+"""Who holds a run up, by what the ranks say of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..comm.heartbeat import Seen
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of a run that does not move."""
+
+    seen: Seen | None
+    """None where nothing was ever heard of it."""
+    silent_s: float | None
+    """For how long it has given no sign of life; None where it has."""
+
+
+def laggards(ranks: Mapping[int, Rank]) -> list[int]:
+    """The ranks that the others wait for; none where all wait for each other.
+
+    Who gives no sign of life is stopped, dead or cut off. Else it is who computes while others wait in a
+    collective, or who is in an earlier step.
+    """
+    silent = [rank for rank, found in ranks.items() if found.seen is None or found.silent_s is not None]
+    if silent:
+        return silent
+    seen = {rank: found.seen for rank, found in ranks.items() if found.seen is not None}
+    busy = [rank for rank, found in seen.items() if not found.waits]
+    if busy and (len(busy) < len(seen) or len(seen) == 1):
+        return busy
+    first = min(found.step for found in seen.values())
+    behind = [rank for rank, found in seen.items() if found.step == first]
+    return behind if len(behind) < len(seen) else []
+
+
+def describe(ranks: Mapping[int, Rank]) -> str:
+    """A sentence for each rank that lags, and one for those that wait for it."""
+    late = laggards(ranks)
+    lines = [_one(rank, ranks[rank]) for rank in late]
+    rest: dict[str, list[int]] = {}
+    for rank, found in ranks.items():
+        if rank not in late and found.seen is not None:
+            where = f"step {found.seen.step}, {found.seen.doing}: {found.seen.line}"
+            rest.setdefault(where, []).append(rank)
+    for where, group in rest.items():
+        lines.append(f"{_ranks(group)} {'wait' if len(group) > 1 else 'waits'} in {where}")
+    if not late and len(ranks) > 1:
+        lines.append(
+            "no rank lags: their collectives do not match, or what one has sent does not reach another "
+            "(look at the network between the hosts)"
+        )
+    return "; ".join(lines)
+
+
+def _one(rank: int, found: Rank) -> str:
+    seen = found.seen
+    if seen is None:
+        return f"rank {rank} has never given a sign of life"
+    who = f"rank {rank} (host {seen.host}, process {seen.pid})"
+    was = f"step {seen.step}, {seen.doing}"
+    if found.silent_s is not None:
+        return (
+            f"{who} has given no sign of life for {found.silent_s:.0f} s, so it is stopped, dead or cut off; "
+            f"it was in {was}"
+        )
+    return f"{who} holds the run up: {was}, at {seen.line}"
+
+
+def _ranks(group: list[int]) -> str:
+    most = 8
+    shown = ", ".join(map(str, group[:most])) + (f", … ({len(group)} ranks)" if len(group) > most else "")
+    return f"rank {shown}" if len(group) == 1 else f"ranks {shown}"
