@@ -30,6 +30,8 @@ FOR_THE_RUN = [
 ]
 END_S = 5.0
 """How long a killed worker may take to end; one that waits for a dead file system does not."""
+START_S = 120.0
+"""What a worker has at least until its first sample: it imports what its encoder needs."""
 NO_SAMPLE = -1
 TASKS_AT_HAND = 2  # of a worker: one that it does, one to go on with while its answer is read
 
@@ -177,9 +179,9 @@ class Workers:
         now = time.monotonic()
         for worker in self._workers:
             stays = worker.stays(now)
-            if self._limit_s is None or stays <= self._limit_s:
-                continue
             sample = worker.at[1]
+            if self._limit_s is None or stays <= max(self._limit_s, START_S if sample == NO_SAMPLE else 0.0):
+                continue
             what = "making its encoder" if sample == NO_SAMPLE else f"at {self._source.where(sample)}"
             stopped = process_state(worker.process.pid) == "T"
             why = (

@@ -49,6 +49,7 @@ def test_a_sample_that_never_ends_is_named() -> None:
 
 def test_a_stopped_worker_is_named_also_if_it_is_between_samples() -> None:
     mine = loader({})
+    next(mine)
     for worker in data_workers():
         os.kill(worker.pid or 0, signal.SIGSTOP)
     with pytest.raises(RuntimeError, match=r"data worker \d .* the process is stopped \(SIGSTOP\)"):
