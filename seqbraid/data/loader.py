@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..comm.consensus import agree
-from ..layout.packing import CostModel, level_rows
 from ..comm.whereabouts import Whereabouts
+from ..layout.packing import CostModel, level_rows
 from ..layout.streaming import OverLong
 from ..mesh import Mesh
 from ..models.media import media_ranks

@@ -107,8 +107,7 @@ class Trainer:
         if config.data.eval:  # refused now if at all, not when it is first evaluated
             open_data(config.data.eval, mesh)
         cost = None if self.flops is None else self.flops.cost_model()
-        self.loader = make_loader(config, self.model_config, mesh, cost=cost)
-        self.loader = make_loader(config, self.model_config, mesh, where=self.where)
+        self.loader = make_loader(config, self.model_config, mesh, cost=cost, where=self.where)
         self.step = 0
         """Steps that are done, with those that were skipped."""
         self.trained = 0
