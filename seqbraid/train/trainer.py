@@ -15,6 +15,7 @@ from ..data.loader import StepData
 from ..data.together import check_alike, gather_objects, raised_by_all
 from ..mesh import Mesh
 from .batches import StepBatches, make_batches
+from .changes import changes
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
 from .checkpoint.files import folder_name
 from .config import TrainConfig, as_dict, shared
@@ -115,6 +116,8 @@ class Trainer:
         self.progress = 0.0
         self.best: dict[str, Any] = {}
         self.best_before: dict[str, Any] = {}
+        self.changes: list[str] = []
+        """What a resumed run has otherwise than before."""
         if last is not None:
             self.where.starts(f"reading the checkpoint {last.name}")
             self._resume(last)
@@ -152,6 +155,10 @@ class Trainer:
 
     def _run(self) -> Ending:
         self.where.starts(f"preparing the samples of step {self.step + 1}")
+        with raised_by_all(self.mesh.cpu_group):
+            for change in self.changes:
+                self.sinks.event("changed", step=self.step, what=change)
+                self.sinks.say(change)
         self.meter.start()
         stopped = False
         try:
@@ -373,6 +380,7 @@ class Trainer:
         self.checkpoints.set_back(path, self.config.resume)
         self.step, self.best = state["step"], state["best"]
         self.trained = state.get("trained", self.step)
+        self.changes = changes(state["config"], as_dict(self.config), self.step)
         # Of the run as it is now: its number of steps or epochs may have changed.
         self.progress = self._progress(self.step)
 

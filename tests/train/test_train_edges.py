@@ -248,6 +248,9 @@ def test_a_longer_run_has_its_own_rates_and_a_refused_one_leaves_the_folder(
     run(train, 1, begun)
     run(train, 1, replace(begun, train=replace(begun.train, steps=4)))
     assert logged(begun, "lr") == pytest.approx([0.1, 0.05, 0.05, 0.025])
+    assert logged(begun, "what") == [
+        "train.steps is 4, was 2: the schedule is stretched, so that the learning rate may jump at step 3"
+    ]
     before = (tmp_path / "run/config.yaml").read_bytes()
     assert "seed=1" in errors(train, 1, replace(begun, seed=1))[0].message
     assert (tmp_path / "run/config.yaml").read_bytes() == before

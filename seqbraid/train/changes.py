@@ -1,0 +1,52 @@
+"""What of its configuration a resumed run has otherwise than before, and what that does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+from .config import keys
+
+SILENT = ("model", "out", "resume", "checkpoint.", "log.", "timeouts.")
+SILENT += ("data.train", "data.workers", "data.prefetch_steps")
+"""What changes no step of a run; what is in the data is compared by the loader."""
+
+NO_GRADIENT = ("mesh.", "memory.", "gated_delta", "attention", "data.policy")
+SCHEDULE = ("train.lr", "train.schedule", "train.warmup", "train.final_lr")
+LENGTH = ("train.steps", "train.epochs")
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:
+    """A line for each setting that is another than in the run so far, which has done `step` steps.
+
+    >>> changes({"train": {"lr": 0.1}}, {"train": {"lr": 0.2}}, 5)
+    ['train.lr is 0.2, was 0.1: the learning rate from step 6 on is as if all of the run had it']
+    """
+    found = []
+    for name in keys():
+        if name.startswith(SILENT):
+            continue
+        try:
+            was, has = (
+                reduce(lambda values, part: values[part], name.split("."), of) for of in (before, now)
+            )
+        except KeyError:  # of another version
+            continue
+        if was != has:
+            found.append(f"{name} is {has!r}, was {was!r}: {_effect(name, step + 1)}")
+    return found
+
+
+def _effect(name: str, first: int) -> str:
+    if name.startswith(NO_GRADIENT):
+        return "the same gradients up to rounding, but no longer bit for bit those of the run before"
+    if name in SCHEDULE:
+        return f"the learning rate from step {first} on is as if all of the run had it"
+    if name in LENGTH:
+        return f"the schedule is stretched, so that the learning rate may jump at step {first}"
+    if name.startswith("data."):
+        return f"for the samples that are read from step {first} on"
+    if name.startswith("train."):
+        return f"from step {first} on; the optimizer keeps its moments"
+    return f"from step {first} on"
