@@ -139,10 +139,19 @@ def compare(case: str, got: Measurement, reference: Measurement, others: Sequenc
     floors = [_errors(other, reference) for other in others]
     smallest = smallest_floor(dtype)
     lines = (
-        Line(name, error, _largest([smallest, *(floor[name] for floor in floors)]))
+        Line(name, error, _floor([floor[name] for floor in floors], smallest))
         for name, error in errors.items()
     )
     return Parity(case, tuple(lines), str(dtype).removeprefix("torch."))
+
+
+def _floor(found: Sequence[float], smallest: float) -> float:
+    """The largest of those that are numbers: some families have no gradient at the zeros of left padding.
+
+    Where none is, the reference itself is not a number, and nothing can be measured against it.
+    """
+    numbers = [value for value in found if value == value]
+    return max([smallest, *numbers]) if numbers else float("nan")
 
 
 def _errors(got: Measurement, reference: Measurement) -> dict[str, float]:

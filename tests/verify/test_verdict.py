@@ -68,6 +68,14 @@ def test_what_is_not_a_number_is_not_hidden_behind_a_number() -> None:
         assert not parity.holds and "logits is not a number" in parity.reason
 
 
+def test_an_order_that_is_not_a_number_says_nothing_and_a_reference_that_is_not_does_not_pass() -> None:
+    reference, *others = stock_references(tiny_model("llama"), random_samples([5, 9], 97))
+    nowhere = replace(reference, gradients={name: g * math.nan for name, g in reference.gradients.items()})
+    assert compare("", reference, reference, [nowhere, *others]).holds
+    parity = compare("", reference, nowhere, others)
+    assert not parity.holds and not parity.is_decided and "stock model is not a number" in parity.reason
+
+
 def test_one_rounding_away_is_the_next_number_and_back() -> None:
     model = tiny_model("llama")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
