@@ -180,7 +180,7 @@ def _export(args: argparse.Namespace) -> int:
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     report = export_checkpoint(args.run_folder, args.checkpoint, args.out, dtype)
-    print(report)
+    print(report.text())
     return 0
 
 

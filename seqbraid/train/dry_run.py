@@ -15,11 +15,13 @@ from ..mesh import Mesh, launched
 from ..models.media_adapter import make_adapter
 from .config import MeshConfig, TrainConfig
 from .estimate import memory_estimate
+from .log import sink_names
 from .setup import load_model, make_loader
 
 
 def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     """Check model, mesh, data and memory in one process, and print the plan of one batch."""
+    sink_names(config.log.sinks)
     mesh = planned_mesh(config.mesh)
     if mesh.rank > 0:
         return

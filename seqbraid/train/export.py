@@ -52,6 +52,19 @@ class ExportReport:
     dtype: torch.dtype
     """Of the model's weights, or of most of them."""
 
+    def text(self) -> str:
+        """For who reads the console."""
+        kept = f", {len(self.extra)} more as they were in the source" if self.extra else ""
+        size = (
+            f"{self.total_bytes / 1e9:.2f} GB" if self.total_bytes >= 1e7 else f"{self.total_bytes:,} bytes"
+        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"wrote {self.folder}: {self.tensors} tensors{kept}, {size}, {dtype}, "
+            f"in {len(self.files)} file{'s' if len(self.files) > 1 else ''}\n"
+            f"stock transformers loads it: AutoModel.from_pretrained({str(self.folder)!r})"
+        )
+
 
 class _Piece(NamedTuple):
     """A tensor to be written: its size, and how to get it."""

@@ -44,11 +44,7 @@ def open_sinks(
         total_steps: of the whole run, where it is known.
         every: steps between lines of progress where there is no terminal.
     """
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
-    names = [name for name in dict.fromkeys(names) if name]
-    unknown = [name for name in names if name not in TRACKERS]
-    if unknown:
-        raise ValueError(f"unknown sink {unknown[0]!r}; use any of {', '.join(TRACKERS)}, or none")
+    names = sink_names(names)
     folder.mkdir(parents=True, exist_ok=True)
     sinks = Sinks(folder / LOG_FILE, StepProgress(resume_step, total_steps, every, console))
     sinks.go_on(resume_step - 1)
@@ -59,6 +55,16 @@ def open_sinks(
         sinks.close()
         raise
     return sinks
+
+
+def sink_names(names: Sequence[str] | str) -> list[str]:
+    """One, several (also with commas) or no names of sinks; an unknown one is refused."""
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+    names = [name for name in dict.fromkeys(names) if name]
+    unknown = [name for name in names if name not in TRACKERS]
+    if unknown:
+        raise ValueError(f"unknown sink {unknown[0]!r}; use any of {', '.join(TRACKERS)}, or none")
+    return names
 
 
 class Sinks:

@@ -12,7 +12,7 @@ from ..mesh import launched
 from .checkpoint.checkpoints import CheckpointError
 from .config import parse_config
 from .dry_run import dry_run
-from .ending import FAILED, PREEMPTED, preempted_here
+from .ending import FAILED, PREEMPTED, Ending, preempted_here
 from .nonfinite import NonFiniteError
 from .progress import clocked_lines
 from .setup import make_mesh
@@ -23,6 +23,16 @@ STAYS = (
     "seqbraid train: {out} was stopped by a signal, and torchrun has started it again: it stays stopped "
     f"(status {PREEMPTED}). Give the command again to go on"
 )
+
+
+def _more(out: str, ending: Ending, first: int) -> str:
+    """What to do with a run that is finished."""
+    if ending.reason != "finished":
+        return ""
+    known = f"\nfor stock transformers: seqbraid export {out} --out DIR"
+    if ending.step == first:
+        return f". It had been finished before: nothing was trained; raise train.steps to go on{known}"
+    return known
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -41,9 +51,11 @@ def train(arguments: Sequence[str]) -> int:
                 if mesh.rank == 0:
                     print(STAYS.format(out=config.out), file=sys.stderr)
                 return PREEMPTED
-            ending = Trainer(config, mesh, watchdog.where).run()
-        if rank == 0 and ending.status:
-            print(f"seqbraid train: {ending.sentence()}", file=sys.stderr)
+            trainer = Trainer(config, mesh, watchdog.where)
+            first = trainer.step
+            ending = trainer.run()
+        if rank == 0:
+            print(f"seqbraid train: {ending.sentence()}{_more(config.out, ending, first)}", file=sys.stderr)
         return ending.status
     except (CheckpointError, NonFiniteError) as error:  # said by every rank, in words that need no traceback
         print(f"seqbraid train: {error}", file=sys.stderr)
