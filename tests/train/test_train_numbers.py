@@ -261,7 +261,7 @@ def test_over_long_samples_are_dropped_or_cut_as_the_configuration_says(
     folder: Path, tmp_path: Path, over_long: str, samples: int
 ) -> None:
     endless = said(1)
-    endless["messages"][0]["content"] += "Read the digits. " * ROW
+    endless["messages"][-1]["content"] += " Read the digits." * ROW  # the answer: the part kept has labels
     write(folder / "endless.jsonl", [said(0), endless, said(2)])
     wanted = config(folder, tmp_path / "run", "endless", {"steps": None, "epochs": 1})
     wanted = replace(wanted, data=replace(wanted.data, over_long=over_long))
