@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, Literal, get_type_hints
 from ..ops.kernels import KernelOptions
 from ..parallelize.memory import MemoryOptions
 from .checkpoint.choose import check_resume
+from .yaml_file import check_yaml
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,7 @@ def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
     if arguments and not arguments[0].startswith("-"):
         if not Path(arguments[0]).is_file():
             raise ValueError(f"there is no config file {arguments[0]!r}")
+        check_yaml(Path(arguments[0]))
         arguments.insert(0, "--config")
     try:
         found = parser.parse_args(arguments)
@@ -317,7 +320,8 @@ def to_yaml(config: TrainConfig) -> str:
     """The configuration as `parse_config` reads it."""
     import yaml  # jsonargparse brings it
 
-    return str(yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True))
+    values = json.loads(json.dumps(as_dict(config)))  # a list that is there twice would become an alias
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -370,6 +374,8 @@ def _with_nearest(message: str) -> str:
 
 def _nearest(name: str) -> str:
     valid = keys()
+    if name.rsplit(".", 1)[-1] == "learning_rate":
+        return "; did you mean train.lr?"
     close = difflib.get_close_matches(name, valid, 1, 0.5)
     if not close:  # the right name in the wrong group
         last = {key.rsplit(".", 1)[-1]: key for key in valid}

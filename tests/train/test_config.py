@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,6 +45,9 @@ def test_overrides_come_after_the_file_and_a_saved_config_reads_the_same(path: P
     (tmp_path / "saved.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "saved.yaml") == config
     assert parse_config([str(path), "--dry-run"])[1]
+    twice = replace(config, data=replace(config.data, eval=config.data.train))
+    (tmp_path / "saved.yaml").write_text(to_yaml(twice))
+    assert load_config(tmp_path / "saved.yaml") == twice
 
 
 @pytest.mark.parametrize(
@@ -51,6 +55,7 @@ def test_overrides_come_after_the_file_and_a_saved_config_reads_the_same(path: P
     [
         ("--train.lrr=1", "train.lr"),
         ("--trian.steps=3", "train.steps"),
+        ("--train.learning_rate=3", "train.lr"),
         ("--data.rowtokens=3", "data.row_tokens"),
         ("--checkpointing=full", "memory.checkpointing"),
         ("--qqq=1", "valid are model, out"),
@@ -154,3 +159,19 @@ def test_rates_rise_and_fall() -> None:
     assert [learning_rate(longer, step / 4, (step + 1) / 4) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
     constant = StepConfig(steps=4, lr=3.0, warmup=0, schedule="constant")
     assert learning_rate(constant, 0, 0.25) == learning_rate(constant, 0.75, 1.0) == 3.0
+
+
+def test_a_key_given_twice_and_an_alias_are_refused(tmp_path: Path) -> None:
+    bomb = "a: &a [x, x]\n" + "".join(
+        f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvw")
+    )
+    cases = {
+        YAML + "  checkpointing: none\n": r":12 has 'checkpointing' twice",
+        YAML + "out: runs/b\n": r":12 has 'out' twice",
+        bomb: r":2 has the alias \*a",
+        "a: [": "cannot be read",
+    }
+    for text, message in cases.items():
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            parse_config([str(tmp_path / "config.yaml")])
