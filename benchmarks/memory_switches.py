@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from seqbraid import BraidedModel, PackedBatch, pack, parallelize
-from seqbraid.parallelize import offload
-from seqbraid.parallelize.memory import MemoryOptions
+from seqbraid.distributed import offload
+from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.verify.samples import random_samples
 
 MIB = 2**20

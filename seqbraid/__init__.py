@@ -5,16 +5,17 @@
 310
 """
 
-from .data.pack import pack
-from .layout import SequenceLayout
-from .mesh import Mesh
-from .models.batch import PackedBatch
-from .models.braided import BraidedModel, StepOutput
-from .ops.kernels import KernelOptions
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-# The function shadows the package of the same name on purpose: `seqbraid.parallelize` is what users call.
-from .parallelize import parallelize
-from .parallelize.memory import MemoryOptions
+if TYPE_CHECKING:
+    from .data.pack import pack
+    from .distributed import MemoryOptions, parallelize
+    from .layout import SequenceLayout
+    from .mesh import Mesh
+    from .models.batch import PackedBatch
+    from .models.braided import BraidedModel, StepOutput
+    from .ops.kernels import KernelOptions
 
 __version__ = "0.1.0.dev0"
 
@@ -29,3 +30,27 @@ __all__ = [
     "pack",
     "parallelize",
 ]
+
+_HOMES = {
+    "BraidedModel": ".models.braided",
+    "KernelOptions": ".ops.kernels",
+    "MemoryOptions": ".distributed",
+    "Mesh": ".mesh",
+    "PackedBatch": ".models.batch",
+    "SequenceLayout": ".layout",
+    "StepOutput": ".models.braided",
+    "pack": ".data.pack",
+    "parallelize": ".distributed",
+}
+"""Loaded when they are asked for: torch and transformers take seconds, and many commands need neither."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOMES[name], __name__), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,7 +31,7 @@ from benchmarks import memory_per_rank
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
 
-PRELOADED = ("transformers.models.llama.modeling_llama", "seqbraid.parallelize.api", "seqbraid.data.pack")
+PRELOADED = ("transformers.models.llama.modeling_llama", "seqbraid.distributed.api", "seqbraid.data.pack")
 """What ranks would otherwise import one by one."""
 STEPS = 2
 LIMIT_S = 300.0

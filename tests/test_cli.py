@@ -94,3 +94,36 @@ def test_verify_under_torchrun(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, timeout=120, env=environment, capture_output=True)
     assert json.loads(out.read_text())["holds"]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "import seqbraid, seqbraid.cli",
+        "from seqbraid.cli import main; main(['layout', '--lengths', '900,30', '--ring', '2', '--svg', {svg!r}])",
+        "from seqbraid.cli import main; main(['report', {run!r}, '--out', {page!r}])",
+    ],
+)
+def test_what_needs_no_model_loads_neither_torch_nor_transformers(what: str, tmp_path: Path) -> None:
+    """That is what makes it start in a moment."""
+    run = tmp_path / "run"
+    run.mkdir()
+    line = json.dumps({"step": 1, "loss": 2.5})
+    (run / "log.jsonl").write_text(line + "\n")
+    paths = {"svg": str(tmp_path / "row.svg"), "run": str(run), "page": str(tmp_path / "page.html")}
+    code = (
+        f"import sys; {what.format(**paths)}; "
+        "heavy = {'torch', 'transformers', 'datasets', 'jsonargparse', 'matplotlib'} & set(sys.modules); "
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_public_names_are_loaded_when_asked_for() -> None:
+    code = (
+        "import sys, seqbraid as sb; assert set(sb.__all__) <= set(dir(sb)); "
+        "sb.SequenceLayout([3]); assert 'torch' not in sys.modules; "
+        "import seqbraid.distributed.memory; assert callable(sb.parallelize); "
+        "assert sb.MemoryOptions is seqbraid.distributed.memory.MemoryOptions"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

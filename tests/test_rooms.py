@@ -15,10 +15,10 @@ ALLOWED = {
     "sequence_parallel": {"layout", "ops", "comm", "mesh"},
     "models": {"sequence_parallel", "layout", "ops", "comm", "mesh"},
     "data": {"layout", "models", "mesh", "comm"},
-    "parallelize": {"models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
+    "distributed": {"models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
     "train": {
         "data",
-        "parallelize",
+        "distributed",
         "models",
         "sequence_parallel",
         "layout",
@@ -27,7 +27,7 @@ ALLOWED = {
         "mesh",
         "verify",
     },
-    "verify": {"data", "parallelize", "models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
+    "verify": {"data", "distributed", "models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
     "plan": {"layout", "mesh"},
     "doctor": {"ops"},
 }
@@ -66,7 +66,7 @@ def test_every_room_keeps_to_what_it_may_import() -> None:
         seen.add(room)
         wrong = imported_rooms(path) - ALLOWED[room] - {room}
         assert not wrong, f"{path.relative_to(PACKAGE)} imports {wrong}; {room} may import {ALLOWED[room]}"
-    assert {"layout", "ops", "mesh", "models", "data", "parallelize", "verify"} <= seen
+    assert {"layout", "ops", "mesh", "models", "data", "distributed", "verify"} <= seen
 
 
 def test_the_rule_sees_imports_of_every_form(tmp_path: Path) -> None:

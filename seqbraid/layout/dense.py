@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def lengths_from_mask(mask: Tensor) -> tuple[int, ...]:
@@ -44,6 +44,8 @@ def row_to_dense(
     width = longest if width is None else width
     if width < longest:
         raise ValueError(f"width={width} is too small for a sequence of {longest} tokens")
+    import torch  # late: a layout is shown without it
+
     slot = torch.arange(width, device=row.device)
     count = torch.tensor(list(lengths), device=row.device)[:, None]
     mask = slot < count if side == "right" else slot >= width - count
@@ -56,6 +58,8 @@ def samples_from_dense(
     input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
 ) -> list[dict[str, Tensor]]:
     """The samples of a padded batch, as `seqbraid.pack` takes them."""
+    import torch
+
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     lengths = list(lengths_from_mask(mask))
     columns = {"input_ids": input_ids} if labels is None else {"input_ids": input_ids, "labels": labels}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from .alignment import local_tokens
 from .pieces import POLICIES, Piece
@@ -135,6 +136,8 @@ class SequenceLayout:
 
     def index(self, rank: int) -> Tensor:
         """For every slot of a rank, the token of the row that it holds, or −1 for padding."""
+        import torch  # late: a layout is shown without it
+
         return torch.from_numpy(self._index(self._checked_rank(rank)).copy())
 
     def shard(self, x: Tensor, rank: int, dim: int = 0, fill: float | int | bool = 0) -> Tensor:
@@ -165,6 +168,8 @@ class SequenceLayout:
                     f"part {rank} has {part.shape[dim]} entries in dim {dim}; every rank holds "
                     f"{self.num_local_tokens}"
                 )
+        import torch
+
         stacked = torch.cat(list(parts), dim=dim)
         return stacked.index_select(dim, torch.from_numpy(self._slot_of_token).to(stacked.device))
 
@@ -248,7 +253,7 @@ class SequenceLayout:
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    values = lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else list(lengths)
+    values = lengths.tolist() if hasattr(lengths, "tolist") else list(lengths)
     if not values:
         raise ValueError("lengths is empty: a row needs at least one sequence")
     for i, value in enumerate(values):

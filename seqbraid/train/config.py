@@ -12,8 +12,8 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from ..distributed.memory import MemoryOptions
 from ..ops.kernels import KernelOptions
-from ..parallelize.memory import MemoryOptions
 from .checkpoint.choose import check_resume
 from .yaml_file import check_yaml
 

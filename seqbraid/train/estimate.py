@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from ..distributed.memory import MemoryOptions
+from ..distributed.tiled_mlp import tileable
 from ..mesh import Mesh
 from ..ops.linear_cross_entropy import default_chunk
-from ..parallelize.memory import MemoryOptions
-from ..parallelize.tiled_mlp import tileable
 from .activations import FLOAT32, layer_activations
 from .anatomy import Anatomy
 

@@ -121,8 +121,8 @@ def export_checkpoint(
     that the run started from and its adapters.
     """
     from ..data.processor import load_processor
+    from ..distributed.api import parallelize
     from ..mesh import Mesh
-    from ..parallelize.api import parallelize
     from .checkpoint.checkpoints import Checkpoints
     from .config import load_config
     from .setup import adapted_weights, load_model

@@ -20,10 +20,10 @@ from ..data.processor import load_processor
 from ..data.source import Source, open_source
 from ..data.together import raised_by_all
 from ..layout.packing import CostModel
+from ..distributed.api import parallelize
+from ..distributed.weights import spread_weights
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
-from ..parallelize.api import parallelize
-from ..parallelize.weights import spread_weights
 from ..verify.tiny_processor import tiny_training_model
 from .config import DataConfig, TrainConfig
 from .freeze import freeze

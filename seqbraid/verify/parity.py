@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from ..comm.consensus import gather_floats, gather_ints
 from ..comm.group import Group
 from ..data.pack import pack
+from ..distributed.api import parallelize
 from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from ..models.braided import StepOutput
-from ..parallelize.api import parallelize
 from .reference import Measurement, fresh_gradients, one_rounding_away, stock_step
 from .verdict import Line, Parity, compare
 from .wide import float32_is_float64, in_float64

@@ -10,8 +10,8 @@ import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
+from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.dropout import drawn
-from seqbraid.parallelize.memory import MemoryOptions
 from seqbraid.train.lora import LoraOptions, add_lora
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model

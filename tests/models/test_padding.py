@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqbraid as sb
 from seqbraid import Mesh
-from seqbraid.parallelize.memory import MemoryOptions
+from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.verify.parity import check_parity
 from seqbraid.verify.reference import stock_step
 from seqbraid.verify.samples import random_samples

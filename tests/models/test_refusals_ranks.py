@@ -11,7 +11,7 @@ import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
-from seqbraid.parallelize.memory import MemoryOptions
+from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
 from tests import ranks

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seqbraid import Mesh, pack, parallelize
-from seqbraid.parallelize.memory import MemoryOptions
+from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.train.estimate import Estimate, memory_estimate
 from seqbraid.verify.samples import random_samples
 from tests.ranks import run

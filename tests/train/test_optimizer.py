@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from seqbraid.distributed import parallelize
 from seqbraid.mesh import Mesh
-from seqbraid.parallelize import parallelize
 from seqbraid.train.config import StepConfig
 from seqbraid.train.optimizer import (
     MasterAdamW,

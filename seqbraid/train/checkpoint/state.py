@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...parallelize.weights import plain_name
+from ...distributed.weights import plain_name
 from .index import DTYPES, Index
 
 

@@ -19,10 +19,10 @@ from transformers.utils import logging as transformers_logging
 
 from ...comm.rendezvous import join_or_use_cpu
 from ...data.pack import pack
+from ...distributed.api import parallelize
 from ...mesh import Mesh
 from ...models.braided import BraidedModel
 from ...models.stock import in_torch
-from ...parallelize.api import parallelize
 from .digits import (
     Digits,
     Sample,

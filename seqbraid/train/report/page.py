@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..demo.page import STYLE
 from ..log import BACK
 from .data import RunLog, averaged, distinct_names, loss_difference, read_run, thinned
 from .plot import GREY, Mark, Series, line_plot
+from .style import STYLE
 from .summary import color_of, dash_of, run_name, summary_table
 
 LONG = 300

@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 import seqbraid as sb
+from seqbraid.distributed import offload
+from seqbraid.distributed.memory import MemoryOptions
+from seqbraid.distributed.tiled_mlp import tileable
 from seqbraid.models import attention
 from seqbraid.models.braided import BraidedModel
-from seqbraid.parallelize import offload
-from seqbraid.parallelize.memory import MemoryOptions
-from seqbraid.parallelize.tiled_mlp import tileable
 from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.samples import LENGTHS, random_samples
 from seqbraid.verify.tiny import tiny_model

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
-from seqbraid.parallelize.memory import MemoryOptions
+from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.verify.reference import stock_step
 from seqbraid.verify.samples import LENGTHS, random_samples
 from seqbraid.verify.tiny import tiny_model

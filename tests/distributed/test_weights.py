@@ -9,8 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from seqbraid import Mesh, pack, parallelize
-from seqbraid.parallelize.memory import MemoryOptions
-from seqbraid.parallelize.weights import plain_name, spread_weights
+from seqbraid.distributed.memory import MemoryOptions
+from seqbraid.distributed.weights import plain_name, spread_weights
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny_processor import tiny_training_model
 from tests import ranks
