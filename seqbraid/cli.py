@@ -121,7 +121,7 @@ def _add_verify(commands: Commands) -> None:
 def _verify(args: argparse.Namespace) -> int:
     import torch.distributed as dist
 
-    from .comm.rendezvous import join_or_use_cpu
+    from .comm.rendezvous import join_on_cpu
     from .mesh import Mesh
     from .verify.report import print_mutants, print_parity
     from .verify.run import load_model, verify_model, verify_mutants
@@ -129,7 +129,7 @@ def _verify(args: argparse.Namespace) -> int:
     mesh = Mesh(ring=args.ring, ulysses=args.ulysses, dp_shard=args.dp_shard)
     model = load_model(args.model, args.seed)
     if mesh.world_size > 1:
-        join_or_use_cpu("verify")
+        join_on_cpu("verify")
     parity = verify_model(model, args.model, args.lengths, args.policy, args.seed, mesh, args.gated_delta)
     result = parity.to_json()
     holds = parity.holds

@@ -28,11 +28,11 @@ LIMIT = timedelta(minutes=30)
 """How long to wait for the others, as torch does."""
 
 
-def join_job(or_cpu: bool = False, limit: timedelta = LIMIT) -> str:
+def join_job(on_cpu: bool = False, limit: timedelta = LIMIT) -> str:
     """Start the process group of this job, unless there is one.
 
-    Where the ranks cannot have a GPU each, every rank refuses; with `or_cpu` they talk, and compute, on the
-    CPU instead, and the reason is given back. `limit` is for the meeting of the ranks.
+    Where the ranks cannot have a GPU each, every rank refuses; with `on_cpu` they talk, and compute, on the
+    CPU whatever there is, and the reason is given back. `limit` is for the meeting of the ranks.
     """
     if dist.is_initialized():
         return ""
@@ -41,12 +41,12 @@ def join_job(or_cpu: bool = False, limit: timedelta = LIMIT) -> str:
     if dist.is_torchelastic_launched():
         store = PrefixStore(meet(store, rank, world_size, limit), store)
     gpu, reason = share_out(store, rank, world_size, limit)
-    if reason and not or_cpu:
+    if reason and not on_cpu:
         raise ValueError(
             f"{reason}; each rank needs a GPU of its own: start as many ranks as there are GPUs (torchrun "
             "--nproc-per-node), or set CUDA_VISIBLE_DEVICES to nothing to run on the CPU"
         )
-    if gpu is not None and not reason:
+    if gpu is not None and not on_cpu:
         torch.cuda.set_device(gpu)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
     else:
@@ -54,9 +54,13 @@ def join_job(or_cpu: bool = False, limit: timedelta = LIMIT) -> str:
     return reason
 
 
-def join_or_use_cpu(command: str) -> None:
-    """As `join_job`, but on the CPU where the ranks cannot have a GPU each; the first rank says so."""
-    reason = join_job(or_cpu=True)
+def join_on_cpu(command: str) -> None:
+    """As `join_job`, on the CPU, where the stock model that ours is compared with runs too; the first rank
+    says so where there are GPUs.
+    """
+    reason = join_job(on_cpu=True)
+    if not reason and torch.cuda.is_available():
+        reason = "the stock model that it is compared with runs there too"
     if reason and dist.get_rank() == 0:
         print(f"seqbraid {command} runs on the CPU: {reason}", flush=True)
 

@@ -19,9 +19,9 @@ from ..data.media_files import MediaFiles
 from ..data.processor import load_processor
 from ..data.source import Source, open_source
 from ..data.together import raised_by_all
-from ..layout.packing import CostModel
 from ..distributed.api import parallelize
 from ..distributed.weights import spread_weights
+from ..layout.packing import CostModel
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..verify.tiny_processor import tiny_training_model

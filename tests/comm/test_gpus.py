@@ -101,6 +101,14 @@ def test_verify_runs_on_the_cpu_and_says_so_once() -> None:
     assert other_said == ""
 
 
+def test_verify_runs_on_the_cpu_where_every_rank_could_have_a_gpu() -> None:
+    """The stock model beside it is there, and so are its samples."""
+    (status, said), (other_status, other_said) = run(verified, 2, EIGHT, free_port())
+    assert status == other_status == 0
+    assert said.count("seqbraid verify runs on the CPU: the stock model") == 1 and "holds" in said
+    assert other_said == ""
+
+
 def shown(seen: list[str], port: int, out: Path) -> tuple[int, str]:
     said = io.StringIO()
     with fake_gpus(seen, port), contextlib.redirect_stdout(said):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from ...comm.rendezvous import join_or_use_cpu
+from ...comm.rendezvous import join_on_cpu
 from ...data.pack import pack
 from ...distributed.api import parallelize
 from ...mesh import Mesh
@@ -98,7 +98,7 @@ def train_split(settings: Settings) -> Trained:
     held_out = settings.digits()[1]
     mesh = Mesh(ring=settings.ring, ulysses=settings.ulysses)
     if mesh.world_size > 1:
-        join_or_use_cpu("demo")
+        join_on_cpu("demo")
     model = tiny_reader(settings.seed)
     braided = parallelize(model, mesh)
 
