@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
@@ -15,7 +13,8 @@ from typing import Any, Literal, get_type_hints
 from ..distributed.memory import MemoryOptions
 from ..ops.kernels import KernelOptions
 from .checkpoint.choose import check_resume
-from .yaml_file import check_yaml
+from .option_errors import explain
+from .yaml_file import use_checked_yaml
 
 
 @dataclass(frozen=True)
@@ -288,7 +287,10 @@ def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
         raise ValueError("seqbraid train needs its extra: pip install 'seqbraid[train]'") from None
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
-        prog="seqbraid train", description="Train on packed conversations over any mesh.", exit_on_error=False
+        prog="seqbraid train",
+        description="Train on packed conversations over any mesh.",
+        exit_on_error=False,
+        parser_mode=use_checked_yaml(),
     )
     parser.add_argument("--config", action="config", help="a YAML file; may also be given first, by itself")
     parser.add_class_arguments(TrainConfig, None)
@@ -299,12 +301,11 @@ def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
     if arguments and not arguments[0].startswith("-"):
         if not Path(arguments[0]).is_file():
             raise ValueError(f"there is no config file {arguments[0]!r}")
-        check_yaml(Path(arguments[0]))
         arguments.insert(0, "--config")
     try:
         found = parser.parse_args(arguments)
     except ArgumentError as error:
-        raise ValueError(_with_nearest(str(error))) from None
+        raise ValueError(explain(str(error), keys())) from None
     found.pop("config", None)
     dry_run = bool(found.pop("dry_run"))
     values = parser.instantiate_classes(found)
@@ -352,33 +353,3 @@ OF_A_MACHINE = ("model", "out", "data.train", "data.eval", "data.media_root", "d
 def shared(config: TrainConfig) -> dict[str, Any]:
     """What no two ranks may have otherwise: they would wait for each other, or learn something else."""
     return {name: reduce(getattr, name.split("."), config) for name in keys() if name not in OF_A_MACHINE}
-
-
-def _with_nearest(message: str) -> str:
-    """Add the nearest valid name to an error about an unknown one."""
-    message = " ".join(message.split())
-    unknown = re.search(r"unrecognized arguments: (.*)", message)
-    group = re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message)
-    top = re.search(r"Option '([\w.]+)' is not accepted", message)
-    if unknown:
-        names = [part.lstrip("-").split("=")[0] for part in unknown[1].split() if part.startswith("-")]
-    elif group:
-        names = [f"{group[1]}.{group[2]}"]
-    elif top:
-        names = [top[1]]
-    else:
-        return message
-    hints = [f"{name} is unknown{_nearest(name)}" for name in names]
-    return "; ".join(hints) or message
-
-
-def _nearest(name: str) -> str:
-    valid = keys()
-    if name.rsplit(".", 1)[-1] == "learning_rate":
-        return "; did you mean train.lr?"
-    close = difflib.get_close_matches(name, valid, 1, 0.5)
-    if not close:  # the right name in the wrong group
-        last = {key.rsplit(".", 1)[-1]: key for key in valid}
-        found = difflib.get_close_matches(name.rsplit(".", 1)[-1], last, 1, 0.6)
-        close = [last[part] for part in found]
-    return f"; did you mean {close[0]}?" if close else f"; valid are {', '.join(valid)}"

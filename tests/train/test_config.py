@@ -89,8 +89,10 @@ def test_an_unknown_key_in_the_file_is_refused_with_the_nearest_name(
         (["--train.batch_tokens=300"], "use 256 or 384"),
         (["--train.batch_tokens=0"], "train.batch_tokens=0"),
         (["--train.lr=.inf"], "train.lr=inf"),
-        (["--train.lr=fast"], "train.lr"),
-        (["--train.schedule=step"], "cosine"),
+        (["--train.lr=fast"], "train.lr=fast cannot be used; give a number$"),
+        (["--data.min_pixels=x"], "data.min_pixels=x cannot be used; give a whole number or null$"),
+        (["--train.schedule=step"], "^train.schedule=step is unknown; use one of cosine, linear, constant$"),
+        (["--precision=bf16"], "^precision=bf16 is unknown; use one of float32, mixed, bfloat16$"),
         (["--train.clip_norm=0"], "clip_norm"),
         (["--train.eval_every=5"], "data.eval"),
         (["--memory.offload=true", "--memory.checkpointing=none"], "offload"),
@@ -161,17 +163,28 @@ def test_rates_rise_and_fall() -> None:
     assert learning_rate(constant, 0, 0.25) == learning_rate(constant, 0.75, 1.0) == 3.0
 
 
-def test_a_key_given_twice_and_an_alias_are_refused(tmp_path: Path) -> None:
-    bomb = "a: &a [x, x]\n" + "".join(
-        f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvw")
-    )
+BOMB = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopqrstuvw"))
+
+
+@pytest.mark.parametrize("before", [[], ["--config"]], ids=["first argument", "--config"])
+def test_a_key_given_twice_and_an_alias_are_refused(tmp_path: Path, before: list[str]) -> None:
     cases = {
-        YAML + "  checkpointing: none\n": r":12 has 'checkpointing' twice",
-        YAML + "out: runs/b\n": r":12 has 'out' twice",
-        bomb: r":2 has the alias \*a",
-        "a: [": "cannot be read",
+        YAML + "  checkpointing: none\n": r"config.yaml:12 has 'checkpointing' twice",
+        YAML + "out: runs/b\n": r"config.yaml:12 has 'out' twice",
+        BOMB: r"config.yaml:2 has the alias \*a",
+        "a: [": "config.yaml cannot be read",
     }
     for text, message in cases.items():
         (tmp_path / "config.yaml").write_text(text)
         with pytest.raises(ValueError, match=message):
-            parse_config([str(tmp_path / "config.yaml")])
+            parse_config([*before, str(tmp_path / "config.yaml")])
+
+
+def test_what_options_hold_is_looked_at_as_files_are(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.yaml").write_text("train: [x]\ntrain: [y]\n")
+    for value in (str(tmp_path / "data.yaml"), "{train: [x], train: [y]}"):
+        with pytest.raises(ValueError, match="has 'train' twice"):
+            parse_config([str(path), f"--data={value}"])
+    with pytest.raises(ValueError, match="has 'out' twice"):
+        parse_config([f"--config={YAML}out: runs/b"])
+    assert parse_config([str(path), "--data.train=*.jsonl"])[0].data.train == "*.jsonl"  # a glob, no alias
