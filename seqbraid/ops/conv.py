@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .boundaries import Boundaries, as_boundaries
 from .fla_status import fla_missing, fla_wrong
-from .kernels import DEFAULT, Candidate, Kernels, Op
+from .kernels import DEFAULT, Candidate, Kernels, Op, needs_16_bits_on_a_gpu
 
 TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**25}
 """Numbers that are widened at a time: what stays near the caches of a CPU, what fills a GPU."""
@@ -112,11 +112,9 @@ class ConvNeed(NamedTuple):
 
 
 def _unfit(need: ConvNeed) -> str | None:
-    if need.device.type != "cuda":
-        return "its kernels need a GPU"
-    if need.dtype not in (torch.float16, torch.bfloat16):
-        return f"it is for 16-bit numbers, not {need.dtype}"
-    return "its kernels are at least 2 wide" if need.width < 2 else None
+    if need.width < 2:
+        return "its kernels are at least 2 wide"
+    return needs_16_bits_on_a_gpu(need)
 
 
 CONVOLUTION = Op(

@@ -24,7 +24,7 @@ from .attention_kernels import (
     varlen_backward,
     varlen_forward,
 )
-from .kernels import Candidate, Kernels, Op
+from .kernels import Candidate, Kernels, Op, needs_16_bits_on_a_gpu
 
 TOLERANCE = 0.02
 """Relative error that 16-bit numbers explain; a dropped LSE gradient is off by 0.2 and more."""
@@ -88,15 +88,7 @@ def _candidate(name: str, is_installed: Callable[[], bool] | None = None) -> Can
             return str(error)
         return None
 
-    return Candidate(name, _unfit, missing, lambda kind: flaw(name, kind))
-
-
-def _unfit(kind: Kind) -> str | None:
-    if kind.device.type != "cuda":
-        return "its kernels need a GPU"
-    if kind.dtype not in (torch.float16, torch.bfloat16):
-        return f"its kernels take 16-bit numbers, not {kind.dtype}"
-    return None
+    return Candidate(name, needs_16_bits_on_a_gpu, missing, lambda kind: flaw(name, kind))
 
 
 def _has_3() -> bool:

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from .boundaries import Boundaries, as_boundaries
 from .fla_status import fla_missing, fla_wrong
 from .gated_delta_chunks import Chunking, Chunks, chain, chain_backward, tile_backward
-from .kernels import DEFAULT, Candidate, Kernels, Op
+from .kernels import DEFAULT, Candidate, Kernels, Op, needs_16_bits_on_a_gpu
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """Of q, k, v, g, β and the initial states."""
@@ -231,13 +231,11 @@ class RuleNeed(NamedTuple):
 
 
 def _unfit(need: RuleNeed) -> str | None:
-    if need.device.type != "cuda":
-        return "its kernels need a GPU"
-    if need.dtype not in (torch.float16, torch.bfloat16):
-        return f"it is for 16-bit numbers, not {need.dtype}"
     if any(n % 16 or n > 128 for n in (need.key_dim, need.value_dim)):
         return "its heads are multiples of 16 up to 128"
-    return None if need.chunk_size == 64 else "its chunks have 64 tokens"
+    if need.chunk_size != 64:
+        return "its chunks have 64 tokens"
+    return needs_16_bits_on_a_gpu(need)
 
 
 RULE = Op(

@@ -13,6 +13,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
@@ -36,6 +38,15 @@ class KernelOptions:
     """Sums over the blocks of a ring: `triton` or `torch`."""
     loss: str = AUTO
     """Cross entropy of the rows of a chunk: `triton` or `torch`."""
+
+
+def needs_16_bits_on_a_gpu(need: Any) -> str | None:
+    """What most packages of kernels are made for; a need names its device and dtype."""
+    if need.device.type != "cuda":
+        return "its kernels need a GPU"
+    if need.dtype not in (torch.float16, torch.bfloat16):
+        return f"its kernels take 16-bit numbers, not {need.dtype}"
+    return None
 
 
 def _no_reason(*_: Any) -> None:
