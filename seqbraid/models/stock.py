@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .families import family_of
@@ -62,13 +63,13 @@ def read_config(folder: Path) -> Any:
         raise ValueError(f"{folder} has no config.json, so it is no checkpoint of transformers")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # whatever a wrong entry leads to, of many kinds
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{folder} brings code of its own for a model that transformers {transformers.__version__} "
                 "does not have; such code is never run"
             ) from None
-        raise ValueError(f"{folder}/config.json cannot be read: {error}") from None
+        raise ValueError(f"{folder}/config.json cannot be read: {' '.join(str(error).split())}") from None
 
 
 def trained_config(config: Any) -> Any:
@@ -106,10 +107,13 @@ def stock_class(config: Any) -> Any:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order; ValueError where there are none or one is missing."""
+    """The safetensors files of a checkpoint, in order; ValueError where there are none, or one is missing or
+    damaged."""
     if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if not (folder / INDEX).is_file():
+        found = [folder / SINGLE]
+    elif (folder / INDEX).is_file():
+        found = [folder / name for name in _indexed(folder / INDEX)]
+    else:
         pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
         raise ValueError(
             f"{folder} has neither {SINGLE} nor {INDEX}"
@@ -117,11 +121,31 @@ def weight_files(folder: Path) -> list[Path]:
             + "; weights are read from safetensors alone, because loading a pickle runs code: convert them "
             "with model.save_pretrained"
         )
+    for path in found:
+        try:
+            with safe_open(path, "pt"):
+                pass  # its header is read, and compared with the size of the file
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} is not a whole safetensors file: {error}; copy or download it again"
+            ) from None
+    return found
+
+
+def _indexed(path: Path) -> list[str]:
+    """The names of the files that an index is of."""
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / INDEX} is no index of safetensors files: {error!r}") from None
+        index = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}; copy or download it again") from None
+    places = index.get("weight_map") if isinstance(index, dict) else None
+    if not (isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values())):
+        raise ValueError(
+            f"{path} is not an index of safetensors files: it needs a weight_map from names of tensors to "
+            "names of files; copy or download it again"
+        )
+    names = sorted(set(places.values()))
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{folder / INDEX} names {name!r}, which is no file of that folder")
-    return [folder / name for name in names]
+        if Path(name).name != name or not (path.parent / name).is_file():
+            raise ValueError(f"{path} names {name!r}, which is no file of that folder")
+    return names

@@ -16,7 +16,8 @@ from ..models.media_adapter import make_adapter
 from .config import MeshConfig, TrainConfig
 from .estimate import memory_estimate
 from .log import sink_names
-from .setup import load_model, make_loader
+from .setup import TINY, load_model, make_loader
+from .weights import checkpoint_folder, read_headers
 
 
 def dry_run(config: TrainConfig, console: Console | None = None) -> None:
@@ -25,6 +26,8 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     mesh = planned_mesh(config.mesh)
     if mesh.rank > 0:
         return
+    if not config.model.startswith(TINY):
+        read_headers(checkpoint_folder(config.model))
     model = load_model(config, weights=False)
     make_adapter(model).check_mesh(mesh, config.gated_delta)
     console = console or Console()

@@ -116,7 +116,7 @@ def _digest(path: Path) -> str:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     return found if isinstance(found, dict) else {"": found}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -143,7 +144,10 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> list[str]:
     if variants:
         raise ValueError(f"{folder} is more than plain LoRA on linear layers: it sets {', '.join(variants)}")
     config.inference_mode = False
-    given = load_file(folder / WEIGHTS)
+    try:
+        given = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS} is not a whole safetensors file: {error}") from None
     names = sorted({name.removeprefix(PREFIX).split(".lora_")[0] for name in given})
     config.target_modules = _checked(model, names)
     _inject(model, config, seed=0)

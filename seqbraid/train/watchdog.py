@@ -89,7 +89,7 @@ class Watchdog:
             self._end("")
         limit: float | None = getattr(self.limits, place.limit)
         if limit is not None:  # set anew at each look
-            faulthandler.dump_traceback_later(2 * limit + WRITE_S, exit=True)
+            faulthandler.dump_traceback_later(2 * limit + WRITE_S, exit=True, file=2)
         if self.asked is None and self.where.stop:
             self.asked = now
         stop = self.limits.stop

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -168,18 +168,15 @@ def read_headers(folder: Path) -> dict[str, TensorFile]:
     """Every tensor of a checkpoint, from the headers of its files; none is loaded."""
     found: dict[str, TensorFile] = {}
     for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 (not a mapping)
-                    part = file.get_slice(name)
-                    dtype = DTYPES.get(part.get_dtype())
-                    if dtype is None:
-                        raise ValueError(
-                            f"{path}: {name} has dtype {part.get_dtype()}; known are {', '.join(DTYPES)}"
-                        )
-                    found[name] = TensorFile(path, dtype, tuple(part.get_shape()))
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no whole safetensors file: {error}") from None
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                part = file.get_slice(name)
+                dtype = DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise ValueError(
+                        f"{path}: {name} has dtype {part.get_dtype()}; known are {', '.join(DTYPES)}"
+                    )
+                found[name] = TensorFile(path, dtype, tuple(part.get_shape()))
     return found
 
 

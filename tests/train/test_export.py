@@ -337,7 +337,7 @@ def test_checkpoints_that_are_not_loaded(tmp_path: Path) -> None:
     save_file({k: v for k, v in whole.items() if k != name}, weights, metadata={"format": "pt"})
     refused("lacks")
     weights.write_bytes(weights.read_bytes()[:-9])
-    refused("no whole safetensors file")
+    refused("not a whole safetensors file")
     weights.unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
     refused("only pytorch_model.bin; weights are read from safetensors alone")
@@ -346,7 +346,7 @@ def test_checkpoints_that_are_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     refused("no file of that folder")
     (tmp_path / "model.safetensors.index.json").write_text("[1]")
-    refused("no index")
+    refused("not an index")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})

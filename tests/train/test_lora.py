@@ -125,7 +125,12 @@ def test_an_adapter_that_peft_trained_is_taken_up(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ValueError, match="it sets use_dora"):
         load_adapter(tiny_model("qwen3"), tmp_path)
-    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        load_adapter(tiny_model("qwen3"), tmp_path)
+    weights.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(ValueError, match=r"no adapter_model.safetensors"):
         load_adapter(tiny_model("qwen3"), tmp_path)
 
