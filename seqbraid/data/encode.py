@@ -170,10 +170,11 @@ class SampleEncoder:
                 "fast one"
             )
         size = self.config.get_text_config().vocab_size
-        if len(self.tokenizer) > size:
+        largest = max(self.tokenizer.get_vocab().values(), default=-1)  # more than their number, with gaps
+        if largest >= size:
             raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens, the model's vocabulary {size}; they belong "
-                "to different models"
+                f"the tokenizer has token ids up to {largest}, but the model's vocabulary is {size}; they "
+                "belong to different models, or vocab_size in config.json is wrong"
             )
         name = type(self.processor).__name__
         if self.family is None:

@@ -16,6 +16,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from .config_checks import check_raw, check_vocabulary
 from .families import family_of
 from .media_tokens import media_config
 
@@ -61,15 +62,18 @@ def read_config(folder: Path) -> Any:
     """The config of a checkpoint's folder; code that a folder brings along is never run."""
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json, so it is no checkpoint of transformers")
+    check_raw(folder / "config.json")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # whatever a wrong entry leads to, of many kinds
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each family's config checks and converts in its own way
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{folder} brings code of its own for a model that transformers {transformers.__version__} "
                 "does not have; such code is never run"
             ) from None
         raise ValueError(f"{folder}/config.json cannot be read: {' '.join(str(error).split())}") from None
+    check_vocabulary(folder / "config.json", config)
+    return config
 
 
 def trained_config(config: Any) -> Any:

@@ -123,8 +123,15 @@ def load_stock(
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # refused below, in words that name them
             output_loading_info=True,
         )
+        if report["mismatched_keys"]:
+            name, saved, wanted = sorted(report["mismatched_keys"])[0]
+            raise ValueError(
+                f"{folder} has {name} of shape {list(saved)}, but its config.json makes it {list(wanted)} "
+                f"(such tensors: {len(report['mismatched_keys'])}); take both from the same checkpoint"
+            )
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])
             raise ValueError(
@@ -139,8 +146,13 @@ def empty_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMod
     """The model of a folder's config, with weights of no meaning, which are still to be loaded into it."""
     config = read_config(folder)
     own, found = trained_config(config), stock_class(config)
-    with no_init_weights():
-        model: PreTrainedModel = found._from_config(own, dtype=dtype or saved_dtype(config) or torch.float32)
+    try:
+        with no_init_weights():
+            model: PreTrainedModel = found._from_config(
+                own, dtype=dtype or saved_dtype(config) or torch.float32
+            )
+    except ImportError as error:  # of a package that the config asks for
+        raise ValueError(f"{folder}/config.json cannot be used: {error}") from None
     model.tie_weights()  # a part of the initialization that was left out
     generation = folder / "generation_config.json"
     if generation.is_file():
