@@ -23,6 +23,9 @@ LOG_FILE = "log.jsonl"
 RESUMED, STARTED_OVER = BACK = ("resumed", "started over")
 """Events: the run goes on after the step of this record, whatever was logged of later ones."""
 
+MOST_STEPS, LATEST = 2**53, 1e11
+"""Of a step and of a time (in the year 5138): what is beyond was not logged by a run."""
+
 
 def open_sinks(
     folder: Path,
@@ -156,19 +159,34 @@ class Sinks:
 
 
 def read_log(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a log; lines that are no JSON object, as the last one of a process that was killed or is
+    """The records of a log, each with a step; other lines, as the last one of a process that was killed or is
     writing just now, are left out."""
+    return (record for record in read_lines(path) if record is not None)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The records of a log, and None for each other line that has its end."""
     with path.open("rb") as file:
         for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield {
-                    key: SPECIAL.get(value, value) if isinstance(value, str) else value
-                    for key, value in record.items()
-                }
+            record = _parsed(line)
+            if record is not None or line.endswith(b"\n"):
+                yield record
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= MOST_STEPS:
+        return None
+    when = record.get("time", 0.0)
+    if not isinstance(when, float) or not 0 <= when <= LATEST:
+        del record["time"]
+    return {
+        key: SPECIAL.get(value, value) if isinstance(value, str) else value for key, value in record.items()
+    }
 
 
 SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -180,7 +198,7 @@ def current_records(path: Path) -> list[dict[str, Any]]:
     kept: list[dict[str, Any]] = []
     for record in read_log(path):
         if record.get("event") in BACK:
-            kept = [r for r in kept if r.get("step", 0) <= record["step"]]
+            kept = [r for r in kept if r["step"] <= record["step"]]
         kept.append(record)
     return kept
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqbraid.cli import main
+from seqbraid.train.log import current_records
 from seqbraid.train.report.data import loss_difference, read_run, thinned
 from seqbraid.train.report.page import write_report
 from seqbraid.train.report.plot import BLUE, GREY, Mark, Series, line_plot
@@ -184,6 +185,76 @@ def test_logs_as_they_come(tmp_path: Path) -> None:
     # A log that goes back, as one that was not rewound, counts from there.
     append(run, 's": 1}\n{"step": 2, "loss": 40.0}\n')
     assert read_run(run).curves["loss"].values.tolist() == [5.0, 40.0]
+
+
+DIGITS = "1" + "0" * 400
+BROKEN = {
+    "not JSON": ["loss went up", "{", '{"step": 3, "loss": 1', "[" * 100_000, '{"a":' * 100_000],
+    "not an object": ["[1]", "3", "null", '"step"'],
+    "step of the wrong type": [
+        '{"loss": 1.0}', '{"step": "x", "loss": 1.0}', '{"step": null}', '{"step": 1.5}', '{"step": true}',
+        '{"step": -1, "loss": 1.0}', f'{{"step": {DIGITS}, "loss": 1.0}}', '{"event": "resumed"}',
+        '{"event": "resumed", "step": "x"}', '{"event": "checkpoint", "step": ' + DIGITS + "}",
+    ],
+}  # fmt: skip
+ODD = [
+    f'"loss": {DIGITS}', f'"loss": -{DIGITS}', '"loss": 1.7e308', '"loss": -1.7e308', '"loss": {}',
+    '"loss": "low"', '"loss": [1.0]', '"loss": true', '"lr": -1e308', '"lr": 1e308', '"tokens": 1e308',
+    '"grad_norm": 5e-324', '"grad_norm": 0.0', '"tokens_per_s": 1e308', '"accuracy": 1e308',
+    '"mfu": -1e308', '"loss": 1.0, "time": 1e300', '"loss": 1.0, "time": -1e300', '"time": "noon"',
+    '"event": null', '"event": ["x"]', '"event": "x", "time": 1e300', '"event": "\\ud800", "\\ud800": 1',
+]  # fmt: skip
+"""What may stand beside a step that is one."""
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", BROKEN)
+def test_lines_that_are_no_records_are_counted_and_a_log_of_no_others_is_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    run, none = make_run(tmp_path / "run", [5.0, 4.0]), make_run(tmp_path / "none", [])
+    for line in BROKEN[kind]:
+        append(run, line + "\n")
+        append(none, line + "\n")
+    append(run, '{"step": 3, "lo')  # being written just now
+    text = Text(page_of(tmp_path, run))
+    cells = dict(zip(*text.rows[:2], strict=True))
+    assert cells["unreadable lines"] == str(len(BROKEN[kind])) and cells["steps"] == "2"
+    assert [record["step"] for record in current_records(run / "log.jsonl")] == [1, 2]
+    message = f"none/log.jsonl is not the log of a run: of its {len(BROKEN[kind])} lines none is JSON"
+    with pytest.raises(ValueError, match=message):
+        write_report([run, none], tmp_path / "x.html")
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_no_run_logs_break_no_page(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run{n}", [5.0, 4.0]) for n in range(len(ODD))]
+    for run, odd in zip(runs, ODD, strict=True):
+        for step in (3, 4):
+            append(run, f'{{"step": {step}, {odd}}}\n')
+    alone = [make_run(tmp_path / f"alone{n}", []) for n in range(len(ODD))]
+    for run, odd in zip(alone, ODD, strict=True):
+        append(run, f'{{"step": 3, {odd}}}\n')
+    for several in [[run] for run in (*runs, *alone)] + [runs + alone]:
+        for plot in plots(page_of(tmp_path, *several)).values():
+            for points in curves(plot).values():
+                assert all(math.isfinite(x) and math.isfinite(y) for x, y in points)
+
+
+def test_a_report_that_cannot_be_read_or_written_is_refused_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path / "run", [2.0])
+    folder = tmp_path / "folder"
+    (folder / "log.jsonl").mkdir(parents=True)
+    for paths, message in (
+        ([str(folder)], "has no log.jsonl"),
+        ([str(run), str(tmp_path / "nowhere")], "has no log.jsonl"),
+        ([str(run), "--out", str(run / "log.jsonl" / "x.html")], "cannot be written"),
+    ):
+        assert main(["report", *paths]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("seqbraid report: ") and message in line
 
 
 def test_a_run_without_steps_is_a_row_and_one_without_log_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..log import LOG_FILE, read_log
+from ..log import LOG_FILE, read_lines
 
 Floats = NDArray[np.float64]
 
@@ -26,6 +26,8 @@ MOST_POINTS = 2000
 STRETCHES = 150
 """Of which a noisy curve's mean is drawn."""
 MOST_EVENTS = 1000
+LARGEST = 1e100
+"""What is beyond has no place in a plot or a sum, as what is not finite."""
 
 
 class Curve:
@@ -59,8 +61,8 @@ class Curve:
     def finite(self) -> tuple[Floats, Floats]:
         """Steps and values of the points that can be drawn."""
         steps, values = self.steps, self.values
-        finite = np.isfinite(values)
-        return steps[finite], values[finite]
+        shown = abs(values) < LARGEST
+        return steps[shown], values[shown]
 
 
 @dataclass
@@ -77,6 +79,8 @@ class RunLog:
     """Seconds, as `time.time` has them."""
     ended: float = math.nan
     config: str | None = None
+    unreadable: int = 0
+    """Lines of the log that are no records."""
 
     @property
     def last_step(self) -> int:
@@ -92,25 +96,45 @@ def read_run(path: Path) -> RunLog:
     if not log.is_file():
         raise ValueError(f"{path} has no {LOG_FILE}; give the folder of a run (`out` of its config)")
     run = RunLog(path.resolve().name or str(path), path)
-    for record in read_log(log):
-        step, when = record.get("step"), record.get("time")
-        if isinstance(when, float) and math.isfinite(when):
-            run.started, run.ended = (when if math.isnan(run.started) else run.started), when
-        if not isinstance(step, int) or isinstance(step, bool):
-            continue
-        if "event" in record:
-            run.num_events += 1
-            run.events.append(record)
-            del run.events[:-MOST_EVENTS]
-            continue
-        for name in METRICS:
-            value = record.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                run.curves[name].add(step, value)
+    some = False
+    for record in read_lines(log):
+        if record is None:
+            run.unreadable += 1
+        else:
+            some = True
+            _add(run, record)
+    if run.unreadable and not some:
+        raise ValueError(
+            f"{log} is not the log of a run: of its {run.unreadable} lines none is JSON with a step; "
+            "give the folder of a run (`out` of its config)"
+        )
     config = path / "config.yaml"
     if config.is_file():
         run.config = config.read_text(encoding="utf-8", errors="replace")
     return run
+
+
+def _add(run: RunLog, record: dict[str, Any]) -> None:
+    when = record.get("time")
+    if when is not None:
+        run.started, run.ended = (when if math.isnan(run.started) else run.started), when
+    if "event" in record:
+        run.num_events += 1
+        run.events.append(record)
+        del run.events[:-MOST_EVENTS]
+        return
+    for name in METRICS:
+        value = record.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            run.curves[name].add(record["step"], _float(value))
+
+
+def _float(value: float) -> float:
+    """Infinite where an integer has more digits than a float can hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def thinned(x: Floats, y: Floats, most: int = MOST_POINTS) -> tuple[list[float], list[float]]:

@@ -88,13 +88,20 @@ def write_report(runs: Sequence[Path], out: Path, force: bool = False) -> None:
         raise ValueError(f"--out={str(out)!r} is a folder; give a file, such as {str(out / 'report.html')!r}")
     if out.exists() and not (force or is_report(out)):
         raise ValueError(f"{out} is there and is no report; give another --out, or --force to replace it")
-    found = [read_run(Path(path)) for path in runs]
+    try:
+        found = [read_run(Path(path)) for path in runs]
+    except OSError as error:
+        raise ValueError(f"a run cannot be read: {error}") from None
     distinct_names(found)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    page = report_page(found).encode("utf-8", errors="replace")  # JSON can name halves of characters
     # Replaced in one move: a browser that reloads while a run goes on never sees half a page.
     half = out.with_name(out.name + ".tmp")
-    half.write_text(report_page(found), encoding="utf-8")
-    half.replace(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        half.write_bytes(page)
+        half.replace(out)
+    except OSError as error:
+        raise ValueError(f"--out={str(out)!r} cannot be written: {error}; give another file") from None
 
 
 def report_page(runs: Sequence[RunLog]) -> str:
@@ -219,9 +226,7 @@ def _events(runs: Sequence[RunLog]) -> str:
                 event.get("time"),
                 {k: v for k, v in event.items() if k not in ("step", "event", "time")},
             )
-            clock = (
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) if isinstance(when, float) else "–"
-            )
+            clock = "–" if when is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
             details = ", ".join(f"{name} {_short(value)}" for name, value in fields.items())
             cells = (f"{event['step']:,}", str(event["event"]), details, clock)
             rows.append(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>")

@@ -18,6 +18,8 @@ LEFT, RIGHT, TOP, BOTTOM = 76, 18, 64, 46
 LEGEND_HEIGHT = 26
 FONT = "system-ui, sans-serif"
 MOST_TICKS = 7
+SMALLEST = 1e-100
+"""What is below is drawn as 0 is."""
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -88,7 +90,7 @@ def line_plot(
         series: one or more curves, the first drawn first.
         x_label: what the x axis counts.
         y_label: what the y axis measures.
-        log: a logarithmic y axis; what is not above 0 lies on its lower edge.
+        log: a logarithmic y axis; what is not above 0, or hardly, lies on its lower edge.
         y_range: the ends of the y axis; from the data when left out.
         marks: what happened along the x axis; those beside the curves are left out.
         legend: names and colours below the title; where a page has them once, a plot can do without.
@@ -155,7 +157,7 @@ def data_range(values: Sequence[float], log: bool) -> tuple[float, float]:
     if not log:
         low, high = _widened(min(values), max(values))
         return (0.0 if 0 <= low < high / 2 else low), high
-    positive = [value for value in values if value > 0] or [1.0]
+    positive = [value for value in values if value > SMALLEST] or [1.0]
     low, high = (10.0**n for n in (_floor_log(min(positive)), -_floor_log(1 / max(positive))))
     return low, max(high, 10 * low)
 
@@ -174,9 +176,10 @@ def _floor_log(value: float) -> int:
 
 def _widened(low: float, high: float) -> tuple[float, float]:
     """A range of one value becomes one that can be drawn."""
-    if high > low:
+    if high - low > SMALLEST:
         return low, high
-    return low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
+    room = 0.5 * (abs(low) if abs(low) > SMALLEST else 1.0)
+    return low - room, high + room
 
 
 def _check(series: Sequence[Series]) -> None:

@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from .data import Floats, RunLog
+from .data import LARGEST, Floats, RunLog
 from .plot import BLUE, GREEN, ORANGE
 
 COLORS = (BLUE, ORANGE, GREEN, "#b061d6", "#dd4b5e", "#17a3b5", "#9a8c1c", "#a9746e")
@@ -49,6 +49,7 @@ def summary_table(runs: Sequence[RunLog]) -> str:
             "–" if math.isnan(run.started) else str(timedelta(seconds=round(run.ended - run.started)))
         ),
         "not finite": lambda run: str(sum(_lost(run, name) for name in ("loss", "grad_norm")) or "–"),
+        "unreadable lines": lambda run: f"{run.unreadable:,}" if run.unreadable else "–",
     }
     cells = {name: [show(run) for run in runs] for name, show in columns.items()}
     # What no run has (an MFU on a device without a known peak) needs no column.
@@ -71,8 +72,7 @@ def _last(run: RunLog, metric: str) -> float:
 
 
 def _finite(run: RunLog, metric: str) -> Floats:
-    values = run.curves[metric].values
-    return values[np.isfinite(values)]
+    return run.curves[metric].finite()[1]
 
 
 def _median(run: RunLog, metric: str) -> float:
@@ -95,7 +95,7 @@ def _lost(run: RunLog, metric: str) -> int:
 
 def _best_eval(run: RunLog) -> str:
     curve = run.curves["eval_loss"]
-    finite = np.isfinite(curve.values) if len(curve) else np.zeros(0, bool)
+    finite = abs(curve.values) < LARGEST if len(curve) else np.zeros(0, bool)
     if not finite.any():
         return "–"
     best = int(np.where(finite, curve.values, np.inf).argmin())
@@ -103,7 +103,7 @@ def _best_eval(run: RunLog) -> str:
 
 
 def _number(value: float, form: str, unit: str = "") -> str:
-    return f"{value:{form}}{unit}" if math.isfinite(value) else "–"
+    return f"{value:{form}}{unit}" if abs(value) < LARGEST else "–"
 
 
 def _count(value: float) -> str:
