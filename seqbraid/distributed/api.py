@@ -98,7 +98,8 @@ def _alike(
         "config": config_values(model.config.get_text_config()),
         "gated_delta": gated_delta,
         # Tiles and chunks send nothing: their sizes are a rank's own.
-        "memory": {"memory.checkpointing": memory.checkpointing, "memory.offload": memory.offload},
+        "memory.checkpointing": memory.checkpointing,
+        "memory.offload": memory.offload,
         "kernels": repr(kernels or KernelOptions()),
         "compute_dtype": str(compute_dtype),
         "the parameter": {

@@ -248,7 +248,7 @@ def level_rows(costs: ArrayLike, num_ranks: int) -> list[list[int]]:
     differ by no more than the rows of some one micro-batch do (a rank without a row there has one of cost 0).
 
     >>> level_rows([3, 9, 5, 7, 1], num_ranks=2)
-    [[1, 2], [3, 0, 4]]
+    [[1, 0, 4], [3, 2]]
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks} must be at least 1")

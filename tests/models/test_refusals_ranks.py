@@ -254,7 +254,7 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (words_on_one_rank, 2, "not a list of token numbers"),
     (huge_id_on_one_rank, 2, "fit into 64 bits"),
     (other_kind_of_config_on_one_rank, 2, "uses rope_type dynamic"),
-    (other_options_on_one_rank, 2, "rank 1 has memory = "),
+    (other_options_on_one_rank, 2, "rank 1 has memory.checkpointing = "),
     (option_refused_on_one_rank, 2, "gated_delta='guess' is unknown"),
     (no_model_on_one_rank, 2, "takes a transformers PreTrainedModel, not Linear"),
     (other_mesh_on_one_rank, 2, "rank 1 has the mesh = "),
