@@ -72,6 +72,11 @@ class SampleEncoder:
         length = len(self._text(conversation, items).ids_T)
         return length, [media_cost(size, self.config) for size in self.media.sizes(items)]
 
+    def encode_text(self, record: Any) -> tuple[Ints, Ints] | None:
+        """Ids and labels of a record without media, which are its whole sample; None for one with media."""
+        conversation = parse_conversation(record, self.ignored_keys)
+        return None if conversation.media else self._text(conversation, self.media.measure([]))
+
     def encode(self, record: Any, media_ranks: Sequence[int] | None = None, rank: int = 0) -> dict[str, Any]:
         """The sample of a record: `input_ids`, `labels` and what the encoders of its media take.
 

@@ -17,19 +17,19 @@ from ..layout.packing import CostModel, level_rows
 from ..layout.streaming import OverLong
 from ..mesh import Mesh
 from ..models.media import media_ranks
+from .encoding import Encoding, begin
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring, raise_if_stopped, stopped
 from .order import SampleOrder
 from .plan import BadSample, Draw, OnBadSample, PlannedStep, StepPlanner
-from .tasks import Encoder, Refused, Tasks, Wanted
+from .tasks import Encoder, Refused, Tasks
+from .texts import TEXT_BYTES, Texts
 from .together import check_alike, gather_objects
-from .workers import NoWorkers, Result, Workers
+from .workers import NoWorkers, Workers
 
 if TYPE_CHECKING:
     from .source import Source
 
-TASKS_PER_ROW = 8
-SMALLEST_TASK = 2048  # tokens
 STATE_FORMAT = 2  # 1 had none, and packed samples of several epochs together
 
 
@@ -55,17 +55,6 @@ class StepData:
     """How long this call was blocked because samples were not ready."""
 
 
-@dataclass(frozen=True)
-class _Encoding:
-    """A step whose rows are being encoded."""
-
-    planned: PlannedStep
-    rows: list[list[Draw]]
-    """Of this data rank."""
-    results: list[Result]
-    """The samples of those rows, in order, task after task."""
-
-
 class Loader:
     """Iterates over the steps of a run; every rank makes one, and calls it, as often as the others do.
 
@@ -88,6 +77,8 @@ class Loader:
         prefetch_steps: steps that are encoded ahead.
         cost: estimates what a row costs, the same on every rank.
         sample_limit_s: seconds that a worker may be at one sample; for ever when left out.
+        text_bytes: what a rank keeps at most of texts that were tokenized when they were measured, until they
+            are drawn; samples beyond it are tokenized again.
         where: is told of what goes forward, and says whether to stop.
     """
 
@@ -110,6 +101,7 @@ class Loader:
         prefetch_steps: int = 2,
         cost: CostModel | None = None,
         sample_limit_s: float | None = None,
+        text_bytes: int = TEXT_BYTES,
         where: Whereabouts | None = None,
     ) -> None:
         self._source = source
@@ -139,14 +131,16 @@ class Loader:
             if workers < 0 or prefetch_steps < 0:
                 raise ValueError(f"{workers=} and {prefetch_steps=} must not be negative")
             self._order = SampleOrder(len(source), seed, shuffle, epochs)
-            tasks = Tasks(source, make_encoder, row_tokens, mesh.sequence_rank, mesh.sequence_size)
+            self._texts = Texts(mesh, row_tokens, text_bytes)
+            in_sequence = mesh.sequence_rank, mesh.sequence_size
+            tasks = Tasks(source, make_encoder, row_tokens, *in_sequence, cuts=over_long == "truncate")
             self._workers = (
                 Workers(tasks, workers, sample_limit_s) if workers else NoWorkers(tasks, where.moves)
             )
             self._clock.progress = self._workers.begun
             # Before multiprocessing waits for its children, which are deaf to its SIGTERM.
             util.Finalize(self, self._workers.close, exitpriority=1)
-            self._measuring = Measuring(self._order, self._workers, self._group, self._clock)
+            self._measuring = Measuring(self._order, self._workers, self._group, self._clock, self._texts)
             self._planner = StepPlanner(
                 self._order,
                 self._measuring,
@@ -161,7 +155,7 @@ class Loader:
             error = problem
         agree(self._group, error)
         self._left_out = LeftOut(self._group, bad_file, source.where, row_tokens, over_long == "drop")
-        self._ahead: deque[_Encoding] = deque()
+        self._ahead: deque[Encoding] = deque()
         self._planned_all = False
         self._begun = False
         self._failure: BaseException | None = None
@@ -200,7 +194,7 @@ class Loader:
         encoding = self._ahead.popleft()
         planned = encoding.planned
         answers, problem = self._clock.wait(encoding.results)
-        samples: list[dict[str, Any] | Refused] = [sample for answer in answers for sample in answer]
+        samples = {} if problem is not None else encoding.samples(answers, self._row_tokens)
         refused = self._agree_on_refused(encoding, samples, problem)
         bad, cut_short = (
             [refused[position][0] for position in sorted(refused) if refused[position][1] is kind]
@@ -215,11 +209,10 @@ class Loader:
         self._check_fruitless(planned, kept)
         tokens = sum(min(draw.length, self._row_tokens) for draw in kept)
         self._state, self._done = planned.state, planned.done
-        encoded = zip((draw.position for row in encoding.rows for draw in row), samples, strict=True)
-        by_position = {position: sample for position, sample in encoded if not isinstance(sample, Refused)}
+        encoded = {position: one for position, one in samples.items() if not isinstance(one, Refused)}
         rows = [[draw for draw in row if draw.position not in refused] for row in encoding.rows]
         return StepData(
-            rows=[[by_position[draw.position] for draw in row] for row in rows],
+            rows=[[encoded[draw.position] for draw in row] for row in rows],
             where=[[self._source.where(draw.sample) for draw in row] for row in rows],
             step=planned.step,
             epoch=planned.epoch,
@@ -238,44 +231,44 @@ class Loader:
             else:
                 self._ahead.append(self._begin(planned))
 
-    def _begin(self, planned: PlannedStep) -> _Encoding:
-        """Have this data rank's rows encoded, each in a few tasks."""
+    def _begin(self, planned: PlannedStep) -> Encoding:
+        """Have this data rank's rows encoded; their texts come from the ranks that keep them."""
         num_ranks = self._mesh.data_world_size
         # From lengths alone, which are in the state: the same on every rank and after a resume.
         costs = [
             self._cost.of_lengths([min(d.length, self._row_tokens) for d in row]) for row in planned.rows
         ]
-        rows = [planned.rows[number] for number in level_rows(costs, num_ranks)[self._mesh.data_rank]]
+        rows_of = [[planned.rows[number] for number in of_rank] for of_rank in level_rows(costs, num_ranks)]
+        texts = self._texts.deliver([[draw for row in rows for draw in row] for rows in rows_of])
+        rows = rows_of[self._mesh.data_rank]
         rows += [[]] * (-(-len(planned.rows) // num_ranks) - len(rows))
-        smallest = max(SMALLEST_TASK, self._row_tokens // TASKS_PER_ROW)
-        tasks = [task for row in rows for task in _split(self._wanted(row), smallest)]
-        return _Encoding(planned, rows, [self._workers.submit("encode", task) for task in tasks])
+        ranks = [self._media_ranks(row) for row in rows]
+        return begin(planned, rows, texts, ranks, self._workers, self._row_tokens)
 
-    def _wanted(self, row: list[Draw]) -> list[Wanted]:
-        """A row's samples; each of their media is decoded by the one rank that will encode it, if what that
-        costs is known of all.
+    def _media_ranks(self, row: list[Draw]) -> list[tuple[int, ...]]:
+        """For each sample of a row, which rank encodes each of its media, that alone decodes it; nothing
+        unless what that costs is known of all.
         """
         costs = [self._measuring.media_costs(draw.sample) for draw in row]
         known = [of_sample for of_sample in costs if of_sample is not None]
         if len(known) < len(row):
-            return [Wanted(draw) for draw in row]
-        ranks = media_ranks(known, self._mesh.sequence_size)
-        return [Wanted(draw, of_sample) for draw, of_sample in zip(row, ranks, strict=True)]
+            return [()] * len(row)
+        return [tuple(ranks) for ranks in media_ranks(known, self._mesh.sequence_size)]
 
     def _agree_on_refused(
-        self, encoding: _Encoding, samples: list[dict[str, Any] | Refused], problem: Exception | None
+        self,
+        encoding: Encoding,
+        samples: Mapping[int, dict[str, Any] | Refused],
+        problem: Exception | None,
     ) -> dict[int, tuple[BadSample, bool]]:
         """The samples of the step that some rank could not encode, by position, and whether they have but no
         label left; the same on every rank."""
-        draws = [draw for row in encoding.rows for draw in row]
-        own = {
-            draw.position: (
-                BadSample(draw.sample, self._source.where(draw.sample), sample.reason),
-                sample.cut_short,
-            )
-            for draw, sample in zip(draws, samples, strict=problem is None)
-            if isinstance(sample, Refused)
-        }
+        own: dict[int, tuple[BadSample, bool]] = {}
+        for draw in encoding.draws if samples else []:
+            sample = samples[draw.position]
+            if isinstance(sample, Refused):
+                bad = BadSample(draw.sample, self._source.where(draw.sample), sample.reason)
+                own[draw.position] = bad, sample.cut_short
         error, stop = stopped(problem)
         counts = agree(self._group, error, [stop, len(own)])
         raise_if_stopped(counts)
@@ -364,17 +357,3 @@ class Loader:
         """End the workers; the state can still be taken."""
         self._failure = self._failure or RuntimeError("the loader was closed")
         self._workers.close()
-
-
-def _split(row: list[Wanted], smallest: int) -> Iterator[list[Wanted]]:
-    """Neighbours of a row, together until they have some tokens, so that workers share a row evenly."""
-    task: list[Wanted] = []
-    tokens = 0
-    for wanted in row:
-        task.append(wanted)
-        tokens += wanted.draw.length
-        if tokens >= smallest:
-            yield task
-            task, tokens = [], 0
-    if task:
-        yield task

@@ -16,6 +16,8 @@ from ..comm.consensus import agree
 from ..comm.whereabouts import Stopped, Whereabouts
 from .order import SampleOrder
 from .plan import BAD, Measured
+from .tasks import Unmeasured
+from .texts import Texts
 from .together import gather_objects
 from .workers import NoWorkers, Result, Workers
 
@@ -116,6 +118,7 @@ class Measuring:
         workers: Workers | NoWorkers,
         group: dist.ProcessGroup | None,
         clock: Clock,
+        texts: Texts,
     ) -> None:
         self._order = order
         self._workers = workers
@@ -123,6 +126,7 @@ class Measuring:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._world_size = 1 if group is None else dist.get_world_size(group)
         self._clock = clock
+        self._texts = texts
         self._size = max(WINDOW, WINDOW_PER_RANK * self._world_size)
         self._lengths = np.full(order.num_samples, UNKNOWN, dtype=np.int32)
         self._reasons: dict[int, str] = {}
@@ -159,8 +163,10 @@ class Measuring:
         own = unknown[self._rank :: self._world_size]
         # Small tasks, so that all workers have some; not too small, for the way costs as well.
         size = max(1, min(LARGEST_TASK, len(own) // (2 * max(1, self._workers.num_workers))))
+        tasks = [own[first : first + size] for first in range(0, len(own), size)]
+        room = self._texts.room
         results = [
-            self._workers.submit("measure", own[first : first + size]) for first in range(0, len(own), size)
+            self._workers.submit("measure", Unmeasured(task, room * len(task) // len(own))) for task in tasks
         ]
         return _Window(start, samples, unknown, results)
 
@@ -171,13 +177,21 @@ class Measuring:
         count = -(-len(window.unknown) // self._world_size)
         lengths = [measured.length for measured in own] if problem is None else []
         costs = {measured.sample: measured.media_costs for measured in own if measured.media_costs}
-        found = agree(self._group, error, [stop, *lengths, *[UNKNOWN] * (count - len(lengths)), len(costs)])
+        padding = [UNKNOWN] * (count - len(lengths))
+        kept = [int(measured.text is not None) for measured in own] if problem is None else []
+        found = agree(self._group, error, [stop, *lengths, *padding, len(costs), *kept, *padding])
         raise_if_stopped(found)
-        found = [row[1:] for row in found]
+        found, kept_by = [row[1 : 2 + count] for row in found], [row[2 + count :] for row in found]
         for place, sample in enumerate(window.unknown):
-            length = found[place % self._world_size][place // self._world_size]
-            assert length != UNKNOWN, f"rank {place % self._world_size} has not measured sample {sample}"
+            rank, number = place % self._world_size, place // self._world_size
+            length = found[rank][number]
+            assert length != UNKNOWN, f"rank {rank} has not measured sample {sample}"
             self._lengths[sample] = length
+            if kept_by[rank][number]:
+                self._texts.is_kept(sample, rank, length)
+        for measured in own:
+            if measured.text is not None:
+                self._texts.keep(measured.sample, measured.text)
         if any(row[-1] for row in found):
             for of_rank in gather_objects(self._group, costs):
                 for sample, media_costs in of_rank.items():

@@ -175,10 +175,9 @@ class MediaReader:
         elif items.clips:
             frames = torch.tensor([clip.mel_frames for clip in items.clips])
             found["feature_attention_mask"] = (torch.arange(int(frames.max())) < frames[:, None]).int()
-        if "audio" in self.kinds:
-            found["use_audio_in_video"] = self.options.use_audio_in_video and bool(items.videos)
-            if items.videos:
-                found["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in items.videos])
+        if "audio" in self.kinds and items.videos:  # a text sample is to be cut as any other model's
+            found["use_audio_in_video"] = self.options.use_audio_in_video
+            found["second_per_grid_ts"] = torch.tensor([video.seconds_per_grid for video in items.videos])
         return found
 
     def _image(self, ref: MediaRef) -> ImageItem:

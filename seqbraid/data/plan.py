@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..layout.streaming import OverLong, StreamingPacker
 from .order import SampleOrder
 
@@ -25,6 +28,8 @@ class Measured(NamedTuple):
     reason: str = ""
     media_costs: tuple[float, ...] = ()
     """What encoding each of its media costs, where several ranks share that."""
+    text: NDArray[np.int32] | None = None
+    """Ids and labels of a sample without media, if they are kept; see `texts`."""
 
 
 class Draw(NamedTuple):

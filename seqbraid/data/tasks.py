@@ -7,8 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
 from ..layout.streaming import truncate_sample
 from .plan import BAD, Draw, Measured
+from .texts import compact
 
 if TYPE_CHECKING:
     from .source import Source
@@ -34,6 +40,23 @@ class MediaEncoder(Protocol):
     def encode(self, record: Any, media_ranks: Sequence[int] | None, rank: int) -> Mapping[str, Any]: ...
 
 
+@runtime_checkable
+class TextEncoder(Protocol):
+    """An encoder that need not be asked twice for a sample without media."""
+
+    def encode_text(self, record: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+        """All that `encode` gives of it, `input_ids` and `labels`; None if it has media."""
+        ...
+
+
+class Unmeasured(NamedTuple):
+    """Samples to be measured together."""
+
+    samples: Sequence[int]
+    text_bytes: int = 0
+    """How much of their texts is to be kept."""
+
+
 class Wanted(NamedTuple):
     """A sample to be encoded."""
 
@@ -51,7 +74,10 @@ class Refused(NamedTuple):
 
 
 class Tasks:
-    """What workers do: measure and encode samples of a source, for this rank of so many that share a row."""
+    """What workers do: measure and encode samples of a source, for this rank of so many that share a row.
+
+    Of samples longer than a row the text is kept where they are cut (`cuts`).
+    """
 
     def __init__(
         self,
@@ -60,12 +86,14 @@ class Tasks:
         row_tokens: int,
         rank: int = 0,
         num_ranks: int = 1,
+        cuts: bool = False,
     ) -> None:
         self.source = source
         self.make_encoder = make_encoder
         self.row_tokens = row_tokens
         self.rank = rank
         self.num_ranks = num_ranks
+        self.cuts = cuts
         self.at: Callable[[int], None] | None = None
         """Is told which sample is next, by the process that does the tasks."""
 
@@ -74,13 +102,22 @@ class Tasks:
         """The encoder of this process, made on first use."""
         return self.make_encoder()
 
-    def measure(self, samples: Sequence[int]) -> list[Measured]:
-        """Lengths of samples, or why they are bad; with what their media cost, if ranks share them."""
-        found = [self._try(sample, self._measured, sample) for sample in samples]
-        return [
-            Measured(sample, BAD, measured.reason) if isinstance(measured, Refused) else measured
-            for sample, measured in zip(samples, found, strict=True)
-        ]
+    def measure(self, unmeasured: Unmeasured) -> list[Measured]:
+        """Lengths of samples, or why they are bad; with what their media cost, if ranks share them, and with
+        as many of their texts as may be kept.
+        """
+        found: list[Measured] = []
+        space = unmeasured.text_bytes
+        for sample in unmeasured.samples:
+            measured = self._try(sample, self._measured, sample)
+            if isinstance(measured, Refused):
+                measured = Measured(sample, BAD, measured.reason)
+            elif measured.text is not None and measured.text.nbytes > space:
+                measured = measured._replace(text=None)
+            elif measured.text is not None:
+                space -= measured.text.nbytes
+            found.append(measured)
+        return found
 
     def encode(self, samples: Sequence[Wanted]) -> list[dict[str, Any] | Refused]:
         """Samples as they go into a row, or why they cannot."""
@@ -100,13 +137,18 @@ class Tasks:
 
     def _measured(self, sample: int) -> Measured:
         record, costs = self.source[sample], list[float]()
-        if self.num_ranks > 1 and isinstance(self.encoder, MediaEncoder):
+        text = self.encoder.encode_text(record) if isinstance(self.encoder, TextEncoder) else None
+        if text is not None:
+            length = len(text[0])
+        elif self.num_ranks > 1 and isinstance(self.encoder, MediaEncoder):
             length, costs = self.encoder.measure(record)
         else:
             length = operator.index(self.encoder.length(record))
         if not 1 <= length <= LONGEST:
             raise ValueError(f"length() gave {length}; a sample has 1 to {LONGEST} tokens")
-        return Measured(sample, length, media_costs=tuple(costs))
+        if text is None or (length > self.row_tokens and not self.cuts):
+            return Measured(sample, length, media_costs=tuple(costs))
+        return Measured(sample, length, text=compact(*text, self.row_tokens))
 
     def _encoded(self, wanted: Wanted) -> dict[str, Any] | Refused:
         draw, media_ranks = wanted
@@ -119,12 +161,21 @@ class Tasks:
         length = len(sample["input_ids"])
         if length != draw.length:
             raise ValueError(f"length() said {draw.length}, encode() gave {length}")
-        if length <= self.row_tokens:
-            return sample
-        sample = truncate_sample(sample, self.row_tokens)
-        if not has_targets(sample):
-            return Refused(f"no label is among its first {self.row_tokens} tokens", cut_short=True)
-        return sample
+        return sample if length <= self.row_tokens else _cut(sample, self.row_tokens)
+
+
+def text_sample(text_2T: Tensor, length: int, row_tokens: int) -> dict[str, Any] | Refused:
+    """The sample of a text that was kept, as `Tasks.encode` gives it; `length` is that of before any cut."""
+    ids_T, labels_T = text_2T.to(torch.int64, copy=True)
+    sample = {"input_ids": ids_T, "labels": labels_T}
+    return sample if length <= row_tokens else _cut(sample, row_tokens)
+
+
+def _cut(sample: dict[str, Any], row_tokens: int) -> dict[str, Any] | Refused:
+    sample = truncate_sample(sample, row_tokens)
+    if not has_targets(sample):
+        return Refused(f"no label is among its first {row_tokens} tokens", cut_short=True)
+    return sample
 
 
 def has_targets(sample: Mapping[str, Any]) -> bool:
