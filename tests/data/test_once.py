@@ -17,7 +17,9 @@ import torch
 
 from seqbraid import Mesh
 from seqbraid.data.loader import Loader, StepData
+from seqbraid.data.plan import Draw
 from seqbraid.data.tasks import Tasks, Unmeasured
+from seqbraid.data.texts import Texts
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES
 from tests import ranks
 
@@ -132,6 +134,17 @@ def test_a_text_is_tokenized_once_by_workers(tmp_path: Path) -> None:
     assert all(tokenized(tmp_path / "notes")[one] == 1 for one in texts(source))
 
 
+def test_a_text_that_is_kept_holds_no_memory_but_its_own() -> None:
+    """Those that a worker sends lie side by side: one of them would hold all."""
+    sent = np.zeros((4, 2, 100), np.int32)
+    kept = Texts(Mesh(), ROW)
+    kept.keep(0, sent[1])
+    kept.is_kept(0, 0, 100)
+    text = kept.deliver([[Draw(5, 0, 100)]])[5]
+    assert text.untyped_storage().nbytes() == text.nbytes == 800
+    assert text.data_ptr() != sent[1].ctypes.data
+
+
 @pytest.mark.parametrize("axes", [{}, {"dp_shard": 2, "ring": 2}], ids=str)
 def test_what_is_cut_or_dropped_is_so_as_before(axes: dict[str, int], tmp_path: Path) -> None:
     """Of a text longer than a row the part that a row holds is kept, unless it is to be dropped."""
@@ -197,7 +210,7 @@ def test_a_run_that_goes_on_has_the_texts_of_what_it_measures(axes: dict[str, in
 
 def test_a_text_that_is_another_than_before_is_refused(tmp_path: Path) -> None:
     """As it was: a draw of the run before tells how long the sample was."""
-    source = records(20)
+    source = records(60)  # all of the second epoch is measured before the rest of the first has been drawn
     options = {"epochs": 2, "buffer_size": 16, "prefetch_steps": 0}
     first = loader(Mesh(), None, source, **options)
     next(first)
