@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -15,14 +16,16 @@ from ..mesh import Mesh, launched
 from ..models.media_adapter import make_adapter
 from .config import MeshConfig, TrainConfig
 from .estimate import memory_estimate
-from .log import sink_names
+from .log import check_sinks
+from .run_folder import check_out
 from .setup import TINY, load_model, make_loader
 from .weights import checkpoint_folder, read_headers
 
 
 def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     """Check model, mesh, data and memory in one process, and print the plan of one batch."""
-    sink_names(config.log.sinks)
+    check_sinks(config.log.sinks)
+    check_out(Path(config.out))
     mesh = planned_mesh(config.mesh)
     if mesh.rank > 0:
         return

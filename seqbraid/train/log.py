@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ LOG_FILE = "log.jsonl"
 RESUMED, STARTED_OVER = BACK = ("resumed", "started over")
 """Events: the run goes on after the step of this record, whatever was logged of later ones."""
 
+DEFAULT_SINK = "tensorboard"
+"""Without its package a run goes on and says so; the others are only there where they were asked for."""
 MOST_STEPS, LATEST = 2**53, 1e11
 """Of a step and of a time (in the year 5138): what is beyond was not logged by a run."""
 
 
 def open_sinks(
     folder: Path,
-    names: Sequence[str] | str = "tensorboard",
+    names: Sequence[str] | str = DEFAULT_SINK,
     config: Mapping[str, Any] | None = None,
     resume_step: int = 1,
     console: Console | None = None,
@@ -70,6 +73,20 @@ def sink_names(names: Sequence[str] | str) -> list[str]:
     return names
 
 
+def check_sinks(names: Sequence[str] | str) -> None:
+    """Refuse names of sinks that are unknown, or whose packages are missing, before anything is opened."""
+    for name in sink_names(names):
+        _, package, install = TRACKERS[name]
+        if name == DEFAULT_SINK:
+            continue
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise ValueError(f"the sink {name!r} needs its package ({error}): {install}") from None
+        except Exception:  # one that is there but fails is left out, and named, when it is opened
+            continue
+
+
 class Sinks:
     """All places that metrics and events go to; without a file it is nowhere, as ranks but the first have it.
 
@@ -85,11 +102,11 @@ class Sinks:
 
     def add(self, name: str, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:
         """Open a sink; one whose package is missing is refused, one that cannot be reached is left out."""
-        kind, install = TRACKERS[name]
+        kind, _, install = TRACKERS[name]
         try:
             self.trackers[name] = kind(folder, config, resume_step)
         except ImportError as error:
-            if name != "tensorboard":
+            if name != DEFAULT_SINK:
                 raise ValueError(f"the sink {name!r} needs its package ({error}): {install}") from None
             # The default sink must not keep a run from starting.
             self.say(f"there will be no TensorBoard files, its package is missing: {install}")

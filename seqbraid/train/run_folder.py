@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 import weakref
@@ -78,6 +79,27 @@ class RunFolder:
             return False
 
 
+def check_out(folder: Path) -> None:
+    """ValueError where no run can be written into a folder, as far as can be known without writing."""
+    # There, or the nearest folder above it that is: the run makes the others.
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        kind = "a link to nothing" if there.is_symlink() else "a file"
+        raise ValueError(f"out={str(folder)!r} cannot be used: {there} is {kind}, not a folder; give another")
+    try:
+        foreign = _foreign(folder) if there == folder else []
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
+        raise ValueError(
+            f"out={str(folder)!r} holds {', '.join(foreign[:3])}{more} and is no run of seqbraid; give a "
+            "new or an empty folder, so that nothing of yours is written over"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise _unusable(folder, PermissionError(f"{there} cannot be written to"))
+
+
 def write_config(folder: Path, config: TrainConfig) -> None:
     """`config.yaml` of a run; one that says something else is moved aside, not written over."""
     path, text = folder / "config.yaml", to_yaml(config)
@@ -100,22 +122,19 @@ def _says(path: Path, config: TrainConfig, text: str) -> bool:
 
 
 def _take(folder: Path) -> Lock:
+    check_out(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if foreign := _foreign(folder):
-            more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
-            raise ValueError(
-                f"out={str(folder)!r} holds {', '.join(foreign[:3])}{more} and is no run of seqbraid; give a "
-                "new or an empty folder, so that nothing of yours is written over"
-            )
         (folder / MARKER).touch()
         lock = Lock(folder)
         forget_ending(folder)
         return lock
     except OSError as error:
-        raise ValueError(
-            f"out={str(folder)!r} cannot be used: {error}; give a folder that can be written"
-        ) from None
+        raise _unusable(folder, error) from None
+
+
+def _unusable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"out={str(folder)!r} cannot be used: {error}; give a folder that can be written")
 
 
 def _foreign(folder: Path) -> list[str]:

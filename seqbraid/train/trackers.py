@@ -113,13 +113,13 @@ class Trackio:
         self.trackio.finish()
 
 
-TRACKERS: dict[str, tuple[Callable[[Path, Mapping[str, Any], int], Tracker], str]] = {
-    "tensorboard": (TensorBoard, "pip install 'seqbraid[train]'"),
-    "wandb": (WandB, "pip install 'seqbraid[wandb]'"),
-    "mlflow": (MLflow, "pip install 'seqbraid[mlflow]'"),
-    "trackio": (Trackio, "pip install 'seqbraid[trackio]'"),
+TRACKERS: dict[str, tuple[Callable[[Path, Mapping[str, Any], int], Tracker], str, str]] = {
+    "tensorboard": (TensorBoard, "tensorboard", "pip install 'seqbraid[train]'"),
+    "wandb": (WandB, "wandb", "pip install 'seqbraid[wandb]'"),
+    "mlflow": (MLflow, "mlflow", "pip install 'seqbraid[mlflow]'"),
+    "trackio": (Trackio, "trackio", "pip install 'seqbraid[trackio]'"),
 }
-"""Name to adapter, and what to install for it."""
+"""Name to adapter, its package, and what to install for it."""
 
 
 def _run_id(folder: Path, service: str, new: Callable[[], str]) -> str:

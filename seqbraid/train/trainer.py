@@ -23,7 +23,7 @@ from .ending import Ending, write_ending, write_failure
 from .evaluate import evaluate
 from .flops import ModelFlops, peak_flops
 from .identity import agree_on_model, check_same_model
-from .log import Sinks, open_sinks
+from .log import Sinks, check_sinks, open_sinks
 from .lora import save_adapter
 from .metrics import StepMeter
 from .nonfinite import NonFiniteError, first_not_finite, write_step
@@ -64,6 +64,9 @@ class Trainer:
         self.where = Whereabouts() if where is None else where
         self.where.starts("looking for a checkpoint to go on from")
         check_alike(mesh.cpu_group, shared(config))
+        with raised_by_all(mesh.cpu_group):
+            if mesh.rank == 0:
+                check_sinks(config.log.sinks)
         self.folder = Path(config.out)
         self.place = RunFolder(config.out, mesh)
         try:

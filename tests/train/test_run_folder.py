@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 
 from seqbraid.train import lock, run_folder
 from seqbraid.train.config import TrainConfig, load_config, parse_config
+from seqbraid.train.dry_run import dry_run
 from seqbraid.train.lock import LOCK_FILE, Lock
 from tests.ranks import errors, run
 from tests.train.test_train_edges import RING, config, folder, train  # noqa: F401
@@ -141,8 +143,35 @@ def test_a_folder_that_holds_other_things_is_refused_untouched(folder: Path, tmp
         for error in errors(train, 2, config(folder, out, mesh=RING)):
             assert f"holds {name.split('/')[0]} and is no run" in error.message
         assert sorted(out.rglob("*")) == before and (out / name).read_text() == "mine"
-    (tmp_path / "file").write_text("mine")
-    assert "cannot be used" in errors(train, 1, config(folder, tmp_path / "file" / "run"))[0].message
+
+
+def test_an_out_that_is_no_folder_is_named_on_every_rank_and_by_a_dry_run(
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("mine")
+    link.symlink_to(tmp_path / "nowhere")
+    for out, what in ((file / "a" / "run", f"{file} is a file"), (file, f"{file} is a file"),
+                      (link / "run", f"{link} is a link to nothing")):  # fmt: skip
+        said = re.escape(f"out={str(out)!r} cannot be used: {what}, not a folder; give another")
+        for error in errors(train, 2, config(folder, out, mesh=RING)):
+            assert error.kind == "ValueError" and re.fullmatch(f"(rank 0 stopped: )?{said}", error.message)
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            dry_run(config(folder, out))
+    assert sorted(tmp_path.iterdir()) == [file, link] and file.read_text() == "mine"
+
+
+def test_a_dry_run_refuses_an_out_that_holds_other_things(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes\.txt and is no run of seqbraid"):
+        dry_run(config(folder, tmp_path))
+    if os.geteuid():  # nothing is closed to root
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(ValueError, match="closed cannot be written to"):
+            dry_run(config(folder, tmp_path / "closed" / "run"))
+        (tmp_path / "closed").rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_what_is_nobodys_is_no_reason_to_refuse(folder: Path, tmp_path: Path) -> None:  # noqa: F811
