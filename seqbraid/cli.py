@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from .printable import PrintableFormatter, printable, show_error
 
 Commands = Any
 """Where argparse keeps subcommands; the class has no public name."""
@@ -15,6 +18,8 @@ Commands = Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a `ValueError` is the user's to read, not a traceback."""
+    if isinstance(logging.lastResort, logging.Handler):  # prints what loggers say where nobody set them up
+        logging.lastResort.setFormatter(PrintableFormatter())
     parser = argparse.ArgumentParser(
         prog="seqbraid", description="Long packed sequences over many devices, exactly."
     )
@@ -29,13 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args)
     except ValueError as error:
-        print(f"seqbraid {args.command}: {error}", file=sys.stderr)
+        print(printable(f"seqbraid {args.command}: {error}"), file=sys.stderr)
         return 2
     return status
 
 
 def entry() -> NoReturn:
     """`main` as a process of its own."""
+    sys.excepthook = show_error
     sys.exit(main())
 
 
@@ -87,7 +93,7 @@ def _layout(args: argparse.Namespace) -> int:
     Console().print(*shown)
     if args.svg:
         args.svg.write_text(layout_svg(layout), encoding="utf-8")
-        print(f"wrote {args.svg}")
+        print(printable(f"wrote {args.svg}"))
     return 0
 
 
@@ -180,7 +186,7 @@ def _export(args: argparse.Namespace) -> int:
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     report = export_checkpoint(args.run_folder, args.checkpoint, args.out, dtype)
-    print(report.text())
+    print(printable(report.text()))
     return 0
 
 
@@ -221,7 +227,7 @@ def _report(args: argparse.Namespace) -> int:
         answer = input(f"{args.out} is there and is no report of ours. Replace it? [y/N] ")
         force = answer.strip().lower() in ("y", "yes")
     write_report(args.runs, args.out, force)
-    print(f"wrote {args.out}")
+    print(printable(f"wrote {args.out}"))
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm.consensus import agree
+from ..printable import printable
 from .plan import BadSample, Draw
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,9 @@ class LeftOut:
     def _report(self, new: Sequence[BadSample]) -> None:
         listed = "counted" if self._bad_file is None else f"listed in {self._bad_file}"
         for bad in new[: LISTED - len(self._first)]:
-            logger.warning("skipped a bad sample: %s: %s", bad.where, bad.reason)
+            logger.warning("skipped a bad sample: %s", printable(f"{bad.where}: {bad.reason}"))
         if len(self._first) < LISTED <= len(self._first) + len(new):
-            logger.warning("further bad samples are only %s", listed)
+            logger.warning("further bad samples are only %s", printable(listed))
         if self._bad_file is not None:
             self._bad_file.parent.mkdir(parents=True, exist_ok=True)
             with self._bad_file.open("a" if self._goes_on else "w", encoding="utf-8") as file:
@@ -124,7 +125,7 @@ class LeftOut:
                 more = "; further ones are only counted" if number == LISTED else ""
                 logger.warning(
                     "%s: %d tokens, but a row holds %d: %s%s",
-                    self._where(draw.sample),
+                    printable(self._where(draw.sample)),
                     draw.length,
                     self._row_tokens,
                     what,
@@ -141,7 +142,7 @@ class LeftOut:
         for number, sample in enumerate(samples, start=found.without_labels + 1):
             if self._writes and number <= LISTED:
                 more = "; further ones are only counted" if number == LISTED else ""
-                logger.warning("%s: %s: left it out%s", sample.where, sample.reason, more)
+                logger.warning("%s: left it out%s", printable(f"{sample.where}: {sample.reason}"), more)
         self.over_long = replace(
             found,
             tokens_lost=found.tokens_lost + self._row_tokens * len(samples),

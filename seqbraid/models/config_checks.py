@@ -20,8 +20,8 @@ def check_raw(path: Path) -> None:
         for key in ("dtype", "torch_dtype"):
             if (name := part.get(key)) is not None and not _is_float(name):
                 raise ValueError(
-                    f"{path} cannot be read: {key}={name!r} is no floating-point dtype of torch; correct it, for "
-                    "example to 'bfloat16' or 'float32'"
+                    f"{path} cannot be read: {key}={name!r} is no floating-point dtype of torch; correct "
+                    "it, for example to 'bfloat16' or 'float32'"
                 )
         for key in ("attn_implementation", "_attn_implementation"):
             kernel = part.get(key)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
@@ -14,6 +15,7 @@ from ..layout import SequenceLayout
 from ..layout.render import layout_table
 from ..mesh import Mesh, launched
 from ..models.media_adapter import make_adapter
+from ..printable import printable
 from .config import MeshConfig, TrainConfig
 from .estimate import memory_estimate
 from .log import check_sinks
@@ -54,7 +56,7 @@ def planned_mesh(axes: MeshConfig) -> Mesh:
 def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> RenderableType:
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     table = Table(title="Plan", title_justify="left", show_header=False)
-    table.add_row("model", f"{config.model} ({type(model).__name__})")
+    table.add_row("model", escape(printable(f"{config.model} ({type(model).__name__})")))
     trained = sum(n for n, learns in counts if learns)
     table.add_row("parameters", f"{sum(n for n, _ in counts):,}, of which {trained:,} are trained")
     axes = ", ".join(
@@ -93,7 +95,8 @@ def _batch(config: TrainConfig, model: PreTrainedModel, mesh: Mesh) -> list[Rend
                 )
         bad = loader.bad
         if bad.count:
-            shown.append(f"[yellow]{bad.count} samples cannot be used[/], the first: {bad.first[0]}")
+            first = escape(printable(f"{bad.first[0].where}: {bad.first[0].reason}"))
+            shown.append(f"[yellow]{bad.count} samples cannot be used[/], the first: {first}")
         return shown
     finally:
         loader.close()

@@ -9,6 +9,8 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from ..printable import printable
+
 
 def clocked_lines() -> Callable[[str], None]:
     """Prints what a run does until its first step, with the seconds since now."""
@@ -16,7 +18,7 @@ def clocked_lines() -> Callable[[str], None]:
 
     def say(text: str) -> None:
         line = f"{time.monotonic() - began:6.1f} s  {text}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     return say
 
@@ -55,7 +57,7 @@ class StepProgress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Take the bar away."""

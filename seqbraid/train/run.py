@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..mesh import launched
+from ..printable import printable
 from .checkpoint.checkpoints import CheckpointError
 from .config import parse_config
 from .dry_run import dry_run
@@ -49,16 +50,17 @@ def train(arguments: Sequence[str]) -> int:
             watchdog.join(mesh)
             if preempted_here(Path(config.out), mesh):
                 if mesh.rank == 0:
-                    print(STAYS.format(out=config.out), file=sys.stderr)
+                    print(printable(STAYS.format(out=config.out)), file=sys.stderr)
                 return PREEMPTED
             trainer = Trainer(config, mesh, watchdog.where)
             first = trainer.step
             ending = trainer.run()
         if rank == 0:
-            print(f"seqbraid train: {ending.sentence()}{_more(config.out, ending, first)}", file=sys.stderr)
+            said = f"seqbraid train: {ending.sentence()}{_more(config.out, ending, first)}"
+            print(printable(said), file=sys.stderr)
         return ending.status
     except (CheckpointError, NonFiniteError) as error:  # said by every rank, in words that need no traceback
-        print(f"seqbraid train: {error}", file=sys.stderr)
+        print(printable(f"seqbraid train: {error}"), file=sys.stderr)
         return FAILED
     finally:
         if dist.is_initialized():

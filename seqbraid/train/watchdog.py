@@ -22,6 +22,7 @@ from ..comm.heartbeat import Heartbeats
 from ..comm.rendezvous import job_store
 from ..comm.whereabouts import Place, Whereabouts
 from ..mesh import Mesh
+from ..printable import printable
 from .config import TimeoutConfig, TrainConfig
 from .ending import FAILED, write_failure
 from .signals import POLITE
@@ -170,7 +171,7 @@ class Watchdog:
 
 def _say(text: str) -> None:
     """One line, past whatever the training thread has locked."""
-    os.write(2, f"seqbraid train: {text}\n".encode())
+    os.write(2, printable(f"seqbraid train: {text}\n").encode())
 
 
 @contextmanager
