@@ -25,7 +25,7 @@ from seqbraid.layout import SequenceLayout
 from seqbraid.ops import blocks
 from seqbraid.ops.flash_impl import TORCH, flash_impl
 from seqbraid.ops.kernels import DEFAULT, KernelOptions, Kernels
-from seqbraid.sequence_parallel.context import StepContext
+from seqbraid.sequence_parallel.plans import RowPlans
 from seqbraid.sequence_parallel.ring import Gradients, Keys, ring_backward, ring_forward
 from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
 from seqbraid.verify.gpu_time import gpu_times
@@ -89,7 +89,7 @@ class Rank:
         self.layout, self.rank = layout, rank
         self.q, self.k, self.v, self.dout = (layout.shard(x, rank) for x in row)
         ratio = self.q.shape[1] / self.k.shape[1]
-        plan = StepContext(layout, rank).ring_plan(None, shared=True, whole=True, query_heads=ratio)
+        plan = RowPlans(layout, rank).ring(None, shared=True, whole=True, query_heads=ratio)
         self.plan = replace(plan, rounds=tuple(round_ for round_ in plan.rounds if round_.num_received))
         self.received = [self._received(round_, row) for round_ in self.plan.rounds]
         self.scale = self.q.shape[-1] ** -0.5

@@ -13,32 +13,40 @@ if TYPE_CHECKING:
     from .distributed import MemoryOptions, parallelize
     from .layout import SequenceLayout
     from .mesh import Mesh
-    from .models.batch import PackedBatch
-    from .models.braided import BraidedModel, StepOutput
+    from .models.batch import BadBatch, PackedBatch
+    from .models.braided import BraidedModel
+    from .models.output import StepOutput
+    from .models.step import Step, forward_backward
     from .ops.kernels import KernelOptions
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "BadBatch",
     "BraidedModel",
     "KernelOptions",
     "MemoryOptions",
     "Mesh",
     "PackedBatch",
     "SequenceLayout",
+    "Step",
     "StepOutput",
+    "forward_backward",
     "pack",
     "parallelize",
 ]
 
 _HOMES = {
+    "BadBatch": ".models.batch",
     "BraidedModel": ".models.braided",
     "KernelOptions": ".ops.kernels",
     "MemoryOptions": ".distributed",
     "Mesh": ".mesh",
     "PackedBatch": ".models.batch",
     "SequenceLayout": ".layout",
-    "StepOutput": ".models.braided",
+    "Step": ".models.step",
+    "StepOutput": ".models.output",
+    "forward_backward": ".models.step",
     "pack": ".data.pack",
     "parallelize": ".distributed",
 }

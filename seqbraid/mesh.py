@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -124,6 +124,10 @@ class Mesh:
                 f"ep={self.ep} is carved out of {' × '.join(EXPERTS_FROM)} = {shared} and must divide it; "
                 f"use one of {', '.join(str(n) for n in range(1, shared + 1) if shared % n == 0)}"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without process groups, which no other process can have: `pack` takes a mesh along to workers."""
+        return {axis.name: getattr(self, axis.name) for axis in fields(self)}
 
     def _sizes(self) -> str:
         return ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)

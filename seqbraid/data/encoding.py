@@ -1,19 +1,42 @@
-"""A planned step on its way to samples: this data rank's rows, what is there of them and what workers do."""
+"""A planned step on its way: workers encode its samples, a thread makes of them what the step is run from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from threading import Lock
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from .plan import Draw, PlannedStep
 from .tasks import Refused, Wanted, text_sample
-from .workers import NoWorkers, Result, Workers
+from .workers import Later, NoWorkers, Result, Workers
 
 TASKS_PER_ROW = 8
 SMALLEST_TASK = 2048  # tokens
+
+
+class Preparation(Protocol):
+    """What is made of a step's samples ahead of the step; pure."""
+
+    def plan(self, lengths: Sequence[int]) -> Any:
+        """What follows from the lengths of a row's samples alone: made in a worker, where there are some."""
+        ...
+
+    def __call__(self, rows: Sequence[Sequence[dict[str, Any]]], plans: Sequence[Any] | None = None) -> Any:
+        """What the step is run from, of the samples and of what `plan` made of each row."""
+        ...
+
+
+class Ready(NamedTuple):
+    """A step whose samples are there."""
+
+    samples: dict[int, dict[str, Any] | Refused]
+    """By position."""
+    prepared: Any
+    """What the preparation made of them; None where a sample was refused, so that the rows are others."""
 
 
 @dataclass(frozen=True)
@@ -23,48 +46,115 @@ class Encoding:
     planned: PlannedStep
     rows: list[list[Draw]]
     """Of this data rank."""
-    texts: dict[int, Tensor]
-    """Ids and labels of the draws that were tokenized when they were measured, by position."""
-    results: list[Result]
-    """The other samples of those rows, in order, task after task."""
+    ready: Result
 
     @property
     def draws(self) -> list[Draw]:
         """Those of the rows, in order."""
         return [draw for row in self.rows for draw in row]
 
-    def samples(
-        self, answers: Sequence[Sequence[dict[str, Any] | Refused]], row_tokens: int
-    ) -> dict[int, dict[str, Any] | Refused]:
-        """The samples of the draws, by position, when the results are there."""
-        encoded = [draw.position for draw in self.draws if draw.position not in self.texts]
-        found = dict(zip(encoded, (sample for answer in answers for sample in answer), strict=True))
-        for draw in self.draws:
-            if draw.position in self.texts:
-                found[draw.position] = text_sample(self.texts[draw.position], draw.length, row_tokens)
-        return found
+
+class StepEncoder:
+    """Has steps encoded by workers, and then prepared in a thread: neither keeps the training waiting."""
+
+    def __init__(
+        self, workers: Workers | NoWorkers, row_tokens: int, prepare: Preparation | None = None
+    ) -> None:
+        self._workers = workers
+        self._row_tokens = row_tokens
+        self._prepare = prepare
+        self._pool = ThreadPoolExecutor(1, "steps") if workers.num_workers else None
+
+    def begin(
+        self,
+        planned: PlannedStep,
+        rows: list[list[Draw]],
+        texts: dict[int, Tensor],
+        media_ranks: Sequence[Sequence[tuple[int, ...]]],
+    ) -> Encoding:
+        """Have rows encoded but for their texts, each in a few tasks.
+
+        Args:
+            planned: the step of the whole job.
+            rows: those of this data rank.
+            texts: ids and labels of the draws that were tokenized when they were measured, by position.
+            media_ranks: for each sample of each row, which rank encodes each of its media.
+        """
+        smallest = max(SMALLEST_TASK, self._row_tokens // TASKS_PER_ROW)
+        plans: list[Result] = []
+        if self._prepare is not None:
+            lengths = [[min(draw.length, self._row_tokens) for draw in row] for row in rows]
+            plans = [self._workers.submit("plan", of_row) for of_row in lengths]
+        results: list[Result] = []
+        for row, ranks in zip(rows, media_ranks, strict=True):
+            wanted = [Wanted(draw, of_draw) for draw, of_draw in zip(row, ranks, strict=True)]
+            for task in _split([one for one in wanted if one.draw.position not in texts], smallest):
+                results.append(self._workers.submit("encode", task))
+
+        def make() -> Ready:
+            return self._ready(rows, texts, results, plans)
+
+        if self._pool is None:
+            return Encoding(planned, rows, Later(make))
+        return Encoding(planned, rows, _when_done([*plans, *results], make, self._pool))
+
+    def prepared(self, rows: list[list[dict[str, Any]]]) -> Any:
+        """What the preparation makes of these rows, now."""
+        return None if self._prepare is None else self._prepare(rows)
+
+    def _ready(
+        self,
+        rows: list[list[Draw]],
+        texts: dict[int, Tensor],
+        results: Sequence[Result],
+        plans: Sequence[Result],
+    ) -> Ready:
+        draws = [draw for row in rows for draw in row]
+        encoded = [draw.position for draw in draws if draw.position not in texts]
+        answers = [sample for result in results for sample in result.result()]
+        found: dict[int, Any] = dict(zip(encoded, answers, strict=True))
+        for draw in draws:
+            if draw.position in texts:
+                found[draw.position] = text_sample(texts[draw.position], draw.length, self._row_tokens)
+        if self._prepare is None or any(isinstance(sample, Refused) for sample in found.values()):
+            return Ready(found, None)
+        samples = [[found[draw.position] for draw in row] for row in rows]
+        return Ready(found, self._prepare(samples, [plan.result() for plan in plans]))
+
+    def close(self) -> None:
+        """Take no more steps."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def begin(
-    planned: PlannedStep,
-    rows: list[list[Draw]],
-    texts: dict[int, Tensor],
-    media_ranks: Sequence[Sequence[tuple[int, ...]]],
-    workers: Workers | NoWorkers,
-    row_tokens: int,
-) -> Encoding:
-    """Have rows encoded but for their texts, each in a few tasks.
+def _when_done(
+    results: Sequence[Result], make: Callable[[], Ready], pool: ThreadPoolExecutor
+) -> Future[Ready]:
+    """Call a function in the pool's thread when results are there, so that the thread waits for none."""
+    ready: Future[Ready] = Future()
+    lock, missing = Lock(), [len(results) + 1]
 
-    Args:
-        media_ranks: for each sample of each row, which rank encodes each of its media.
-    """
-    smallest = max(SMALLEST_TASK, row_tokens // TASKS_PER_ROW)
-    results = []
-    for row, ranks in zip(rows, media_ranks, strict=True):
-        wanted = [Wanted(draw, of_draw) for draw, of_draw in zip(row, ranks, strict=True)]
-        for task in _split([one for one in wanted if one.draw.position not in texts], smallest):
-            results.append(workers.submit("encode", task))
-    return Encoding(planned, rows, texts, results)
+    def run() -> None:
+        try:
+            ready.set_result(make())
+        except BaseException as error:
+            ready.set_exception(error)
+
+    def count(_: Any = None) -> None:
+        with lock:
+            missing[0] -= 1
+            if missing[0]:
+                return
+        try:
+            pool.submit(run)
+        except RuntimeError as error:  # the pool was closed: nobody waits any more
+            ready.set_exception(error)
+
+    for result in results:
+        assert isinstance(result, Future)
+        result.add_done_callback(count)
+    count()
+    return ready
 
 
 def _split(row: list[Wanted], smallest: int) -> Iterator[list[Wanted]]:

@@ -17,7 +17,7 @@ from ..layout.packing import CostModel, level_rows
 from ..layout.streaming import OverLong
 from ..mesh import Mesh
 from ..models.media import media_ranks
-from .encoding import Encoding, begin
+from .encoding import Encoding, Preparation, Ready, StepEncoder
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring, raise_if_stopped, stopped
 from .order import SampleOrder
@@ -53,6 +53,8 @@ class StepData:
     """Of the whole job's step."""
     wait_s: float
     """How long this call was blocked because samples were not ready."""
+    prepared: Any = None
+    """What the loader's `prepare` made of the rows."""
 
 
 class Loader:
@@ -80,6 +82,8 @@ class Loader:
         text_bytes: what a rank keeps at most of texts that were tokenized when they were measured, until they
             are drawn; samples beyond it are tokenized again.
         where: is told of what goes forward, and says whether to stop.
+        prepare: makes of a step's rows what the step is run from, in a thread where there are workers;
+            picklable if there are.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Loader:
         sample_limit_s: float | None = None,
         text_bytes: int = TEXT_BYTES,
         where: Whereabouts | None = None,
+        prepare: Preparation | None = None,
     ) -> None:
         self._source = source
         self._mesh = mesh
@@ -133,11 +138,14 @@ class Loader:
             self._order = SampleOrder(len(source), seed, shuffle, epochs)
             self._texts = Texts(mesh, row_tokens, text_bytes)
             in_sequence = mesh.sequence_rank, mesh.sequence_size
-            tasks = Tasks(source, make_encoder, row_tokens, *in_sequence, cuts=over_long == "truncate")
+            planner = None if prepare is None else prepare.plan
+            cuts = over_long == "truncate"
+            tasks = Tasks(source, make_encoder, row_tokens, *in_sequence, cuts, planner)
             self._workers = (
                 Workers(tasks, workers, sample_limit_s) if workers else NoWorkers(tasks, where.moves)
             )
             self._clock.progress = self._workers.begun
+            self._steps = StepEncoder(self._workers, row_tokens, prepare)
             # Before multiprocessing waits for its children, which are deaf to its SIGTERM.
             util.Finalize(self, self._workers.close, exitpriority=1)
             self._measuring = Measuring(self._order, self._workers, self._group, self._clock, self._texts)
@@ -193,8 +201,9 @@ class Loader:
             raise StopIteration
         encoding = self._ahead.popleft()
         planned = encoding.planned
-        answers, problem = self._clock.wait(encoding.results)
-        samples = {} if problem is not None else encoding.samples(answers, self._row_tokens)
+        found, problem = self._clock.wait([encoding.ready])
+        ready: Ready = Ready({}, None) if problem is not None else found[0]
+        samples = ready.samples
         refused = self._agree_on_refused(encoding, samples, problem)
         bad, cut_short = (
             [refused[position][0] for position in sorted(refused) if refused[position][1] is kind]
@@ -211,8 +220,10 @@ class Loader:
         self._state, self._done = planned.state, planned.done
         encoded = {position: one for position, one in samples.items() if not isinstance(one, Refused)}
         rows = [[draw for draw in row if draw.position not in refused] for row in encoding.rows]
+        rows_of_samples = [[encoded[draw.position] for draw in row] for row in rows]
+        unchanged = ready.prepared is not None and rows == encoding.rows
         return StepData(
-            rows=[[encoded[draw.position] for draw in row] for row in rows],
+            rows=rows_of_samples,
             where=[[self._source.where(draw.sample) for draw in row] for row in rows],
             step=planned.step,
             epoch=planned.epoch,
@@ -220,6 +231,7 @@ class Loader:
             fill=tokens / (len(planned.rows) * self._row_tokens),
             samples=len(kept),
             wait_s=self._clock.seconds,
+            prepared=ready.prepared if unchanged else self._steps.prepared(rows_of_samples),
         )
 
     def _plan_ahead(self) -> None:
@@ -243,7 +255,7 @@ class Loader:
         rows = rows_of[self._mesh.data_rank]
         rows += [[]] * (-(-len(planned.rows) // num_ranks) - len(rows))
         ranks = [self._media_ranks(row) for row in rows]
-        return begin(planned, rows, texts, ranks, self._workers, self._row_tokens)
+        return self._steps.begin(planned, rows, texts, ranks)
 
     def _media_ranks(self, row: list[Draw]) -> list[tuple[int, ...]]:
         """For each sample of a row, which rank encodes each of its media, that alone decodes it; nothing
@@ -357,3 +369,4 @@ class Loader:
         """End the workers; the state can still be taken."""
         self._failure = self._failure or RuntimeError("the loader was closed")
         self._workers.close()
+        self._steps.close()

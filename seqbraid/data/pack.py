@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import lcm
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.consensus import agree
 from ..layout import SequenceLayout
 from ..mesh import Mesh
-from ..models.batch import PackedBatch, Row
+from ..models.batch import BadBatch, PackedBatch, Row
 from ..models.families import MediaFamily, family_of
 from ..models.media import MediaInput, sample_media
 from ..models.media_tokens import TEXT, token_types
+from ..models.needs import prepare_plans
 from ..models.positions import check_keys, sample_positions, text_positions
+from ..sequence_parallel.plans import RowPlans
 
 IGNORE = -100
 
@@ -32,11 +33,16 @@ def pack(
     pad_to: int | None = None,
     fp8: bool = False,
     check_media: bool = False,
+    plans: RowPlans | None = None,
 ) -> PackedBatch:
-    """Pack samples into one row and take this rank's part of it.
+    """Pack samples into one row and take this rank's part of it; pure: no rank talks to another.
+
+    It may run ahead of the step, in a thread, or in a worker of `torch.utils.data.DataLoader` (as its
+    `collate_fn`). Where other ranks share the step, samples that cannot be packed give a `BadBatch`, whose
+    reason the step raises on every rank; in a job of one process the `ValueError` is raised at once.
 
     Args:
-        samples: dicts with `input_ids [T]` and, unless every token is to be learnt, `labels [T]`, unshifted,
+        samples: dicts with `input_ids [T]` and, unless the loss covers every token, `labels [T]`, unshifted,
             −100 where ignored. They are the samples of this data rank, the same on every rank of its sequence
             group; only pixels and mel frames may be those of this rank's media alone, where `media_ranks`
             tells which rank encodes each image, video and clip (`SampleEncoder.encode` makes such samples).
@@ -47,6 +53,7 @@ def pack(
         pad_to: physical tokens of the whole row, for fixed shapes.
         fp8: round a rank's tokens to 16 as well.
         check_media: look for NaN and infinity in pixels and audio, which takes a pass over them.
+        plans: what `plan_row` gave for these samples and settings; made here when left out.
 
     >>> from transformers import LlamaConfig
     >>> batch = pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}], LlamaConfig())
@@ -54,19 +61,37 @@ def pack(
     ([6, 7, -100, 9, -100], [0, 1, 2, 0, 1], 3)
     """
     mesh = Mesh() if mesh is None else mesh
-    batch, error = None, None
     try:
         row = build_row(samples, config, check_media, mesh.sequence_rank)
-        layout = SequenceLayout(
-            row.lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8
-        )
-        batch = row.split(layout, mesh.sequence_rank)
-    except Exception as problem:
-        error = problem
-    # A bad sample is seen by the ranks that have it alone; the others must not wait for them in the forward.
-    agree(mesh.cpu_group, error, alike={"the call": "pack"})
-    assert batch is not None
-    return batch
+        if plans is None:
+            plans = plan_row(row.lengths, config, mesh, policy, multiple_of, pad_to, fp8)
+        return row.split(plans)
+    except Exception as error:
+        bad = BadBatch(error)
+        if mesh.world_size == 1:
+            raise bad.error from bad.error.__cause__
+        return cast(PackedBatch, bad)
+
+
+def plan_row(
+    lengths: Sequence[int],
+    config: Any,
+    mesh: Mesh,
+    policy: str = "balanced",
+    multiple_of: int = 1,
+    pad_to: int | None = None,
+    fp8: bool = False,
+) -> RowPlans:
+    """The layout of a row and this rank's plans for it, which follow from the lengths of its samples alone.
+
+    >>> from transformers import LlamaConfig
+    >>> plan_row([5, 3], LlamaConfig(), Mesh(ring=2, rank=1, world_size=2), policy="zigzag").layout.index(1)
+    tensor([ 2,  3,  4, -1,  6,  7])
+    """
+    layout = SequenceLayout(lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8)
+    plans = RowPlans(layout, mesh.sequence_rank)
+    prepare_plans(plans, config)
+    return plans
 
 
 def build_row(

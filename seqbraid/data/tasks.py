@@ -87,6 +87,7 @@ class Tasks:
         rank: int = 0,
         num_ranks: int = 1,
         cuts: bool = False,
+        planner: Callable[[Sequence[int]], Any] | None = None,
     ) -> None:
         self.source = source
         self.make_encoder = make_encoder
@@ -94,6 +95,8 @@ class Tasks:
         self.rank = rank
         self.num_ranks = num_ranks
         self.cuts = cuts
+        self.plan = planner
+        """What is made of a row's lengths alone."""
         self.at: Callable[[int], None] | None = None
         """Is told which sample is next, by the process that does the tasks."""
 
@@ -158,10 +161,21 @@ class Tasks:
             sample = dict(self.encoder.encode(record, media_ranks, self.rank))
         else:
             sample = dict(self.encoder.encode(record))
+        check_finite(sample)
         length = len(sample["input_ids"])
         if length != draw.length:
             raise ValueError(f"length() said {draw.length}, encode() gave {length}")
         return sample if length <= self.row_tokens else _cut(sample, self.row_tokens)
+
+
+def check_finite(sample: Mapping[str, Any]) -> None:
+    """Refuse pixels and audio with NaN or infinity, in one pass, where they were decoded."""
+    for key in ("pixel_values", "pixel_values_videos", "input_features"):
+        payload = sample.get(key)
+        if isinstance(payload, Tensor) and payload.numel() and payload.is_floating_point():
+            smallest, largest = payload.aminmax()  # both are NaN where any number is
+            if not (smallest.isfinite() and largest.isfinite()):
+                raise ValueError(f"its {key} hold NaN or infinity; leave the sample out, or make it again")
 
 
 def text_sample(text_2T: Tensor, length: int, row_tokens: int) -> dict[str, Any] | Refused:

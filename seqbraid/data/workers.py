@@ -42,7 +42,7 @@ class Result(Protocol):
     def result(self, timeout: float | None = None) -> Any: ...
 
 
-class _Later:
+class Later:
     """A task that is done when its result is asked for."""
 
     def __init__(self, task: Callable[[], Any]) -> None:
@@ -69,7 +69,7 @@ class NoWorkers:
 
     def submit(self, method: str, argument: Any) -> Result:
         """The result-to-be of a method of `Tasks`."""
-        return _Later(lambda: getattr(self._tasks, method)(argument))
+        return Later(lambda: getattr(self._tasks, method)(argument))
 
     def begun(self) -> int:
         """Of no use here: who asks does the tasks."""

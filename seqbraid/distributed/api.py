@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from ..comm.consensus import agree
 from ..mesh import Mesh
-from ..models.braided import BraidedModel, config_values
+from ..models.agreement import config_values
+from ..models.braided import BraidedModel
 from ..ops.kernels import KernelOptions
 from .fsdp import check_compute_dtype, shard_parameters
 from .memory import MemoryOptions, apply_memory_options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -127,7 +128,7 @@ class Adapter:
         """Whether the stock model would add the load-balancing loss of its routers."""
         return bool(getattr(self.config, "output_router_logits", False))
 
-    def check_step(self, batch: PackedBatch, seed: int | None) -> None:
+    def check_step(self, batches: Sequence[PackedBatch], seed: int | None) -> None:
         """What may have changed since `braid`, or is asked of the model here, and would make a step wrong."""
         found = self.config._attn_implementation
         if found != attention.NAME:
@@ -152,7 +153,8 @@ class Adapter:
         if self.uses_router_loss and not self._router_is_known:
             check_router_loss(self.model, self.config)
             self._router_is_known = True
-        self._check_positions(batch)
+        for batch in batches:
+            self._check_positions(batch)
 
     @property
     def is_training(self) -> bool:

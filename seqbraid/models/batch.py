@@ -1,14 +1,16 @@
-"""`PackedBatch`: the layout of a row and this rank's shard of it."""
+"""`PackedBatch`: a row as one rank sees it, ready for the step; `BadBatch`: why there is none."""
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
+from ..sequence_parallel.plans import RowPlans
 from .media import MediaBatch, MediaInput
 
 
@@ -16,9 +18,8 @@ from .media import MediaBatch, MediaInput
 class PackedBatch:
     """One rank's tokens of a row. A full row is another type (`Row`), so nothing can be sliced twice."""
 
-    layout: SequenceLayout
-    rank: int
-    """This rank's place in the sequence group."""
+    plans: RowPlans
+    """The layout of the row, and what the mixers of this rank do with it."""
     input_ids: Tensor
     """`[T]`; padding slots hold the id of a token of the row."""
     targets: Tensor
@@ -35,9 +36,21 @@ class PackedBatch:
     """What this rank encodes, and where features go; None for text models."""
 
     @property
+    def layout(self) -> SequenceLayout:
+        """Where the tokens of the row are."""
+        return self.plans.layout
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the sequence group."""
+        return self.plans.rank
+
+    @property
     def real(self) -> Tensor:
         """`[T]`, False where a slot is padding."""
-        return (self.layout.index(self.rank) >= 0).to(self.input_ids.device)
+        padding, _ = self.plans.slots(self.input_ids.device)
+        real = torch.ones(len(self.input_ids), dtype=torch.bool, device=self.input_ids.device)
+        return real if padding is None else real.index_fill_(0, padding, False)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with its tensors on another device."""
@@ -45,6 +58,29 @@ class PackedBatch:
         tensors = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
         media = None if self.media is None else self.media.to(device)
         return replace(self, media=media, **tensors)
+
+
+class BadBatch:
+    """Stands in for a batch that could not be packed: the step raises the reason on every rank.
+
+    `pack` must not raise it where other ranks share the step, since they would wait for this one.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        if not isinstance(error, ValueError):  # it may have to be sent to another process, in words
+            words = ValueError(f"{type(error).__name__}: {error}")
+            words.__cause__ = error
+            error = words
+        self.error = error
+
+    def to(self, device: torch.device | str) -> BadBatch:
+        """Itself: there is nothing to move."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "error" or name.startswith("__"):  # asked for while it is copied or unpickled
+            raise AttributeError(name)
+        raise self.error
 
 
 @dataclass(frozen=True)
@@ -62,11 +98,11 @@ class Row:
     on that token too; at the id 0, which may have no embedding, it may have no gradient.
     """
 
-    def split(self, layout: SequenceLayout, rank: int) -> PackedBatch:
+    def split(self, plans: RowPlans) -> PackedBatch:
         """Select a rank's part of everything by the layout's one index."""
+        layout, rank = plans.layout, plans.rank
         return PackedBatch(
-            layout,
-            rank,
+            plans,
             layout.shard(self.input_ids, rank, fill=self.filler),
             layout.shard(self.targets, rank, fill=-100),
             layout.shard(self.positions, rank, dim=1, fill=0),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +19,29 @@ from ..comm.consensus import agree
 from ..comm.group import Group
 from ..mesh import Mesh
 from ..ops.kernels import KernelOptions
-from ..ops.linear_cross_entropy import linear_cross_entropy
+from ..ops.linear_cross_entropy import LossSums, linear_cross_entropy
 from ..ops.table import make_kernels
 from ..sequence_parallel.context import StepContext
+from .agreement import (
+    Agreed,
+    agree_on_step,
+    check_batch,
+    check_no_autocast,
+    check_numbers,
+    config_values,
+    trained,
+)
 from .backward_once import backward_once
 from .batch import PackedBatch
 from .media_adapter import make_adapter
+from .output import LocalLoss, StepOutput
 from .router import load_balancing_loss
 from .unchanged import Unchanged
 
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one forward pass gives."""
-
-    loss: Tensor
-    """This rank's share of the step's loss: call backward on it."""
-    mean_loss: Tensor
-    """Mean loss per label token, detached, the same on every rank: log it."""
-    loss_sum: Tensor
-    """Sum of the token losses of the batch, detached."""
-    label_tokens: int
-    """What `loss_sum` was divided by."""
-    correct_tokens: Tensor
-    """How often the largest logit was the target."""
-    aux_loss: Tensor | None = None
-    """The routers' load-balancing loss, each row's weighted by its share of `label_tokens`, as `mean_loss`
-    is; detached, the same on every rank. None where the model has none switched on.
-    """
-    mtp_loss: Tensor | None = None
-    """The loss of multi-token prediction; None where there is none."""
+LossFunction = Callable[[Tensor, nn.Linear, PackedBatch], Tensor]
+"""A sum over this rank's tokens, of the hidden states `[T, D]`, the head and the batch, whose `targets` and
+`real` say what each token is; differentiable.
+"""
 
 
 class BraidedModel(nn.Module):
@@ -91,6 +84,11 @@ class BraidedModel(nn.Module):
         return self._adapter.decoder_layers
 
     @property
+    def device(self) -> torch.device:
+        """Where the model computes; batches come to it."""
+        return next(self.model.parameters()).device
+
+    @property
     def towers(self) -> list[nn.Module]:
         """The media encoders; a text model has none."""
         encoders = getattr(self._adapter, "encoders", None)
@@ -100,52 +98,108 @@ class BraidedModel(nn.Module):
     def __call__(
         self, batch: PackedBatch, label_tokens: int | None = None, seed: int | None = None
     ) -> StepOutput:
-        """The loss of a packed batch, divided once by `label_tokens`.
+        """The loss of a packed batch, divided once by `label_tokens`: for training loops of your own, where
+        `forward_backward` does not fit. The ranks agree at each call.
 
         `label_tokens` is the count of the whole optimizer step where several batches are accumulated, over
         all data ranks, the same on every rank; the batch's own when left out. A model that trains with
         dropout draws it from `seed`, which is another one for every step; any mesh draws the same.
         """
         # Before anything is sent: the parameters of a sharded model are gathered around `forward`.
-        count = self._agree("forward", batch, label_tokens, seed)
-        divisor = count if label_tokens is None else int(label_tokens)
-        output: StepOutput = super().__call__(batch, divisor, seed)
+        count = self.agree("forward", [batch], seed, label_tokens=label_tokens).label_tokens
+        if label_tokens is None:
+            label_tokens = count
+        elif label_tokens < count:
+            raise ValueError(
+                f"label_tokens={label_tokens} is less than the {count} labels of this batch alone; give "
+                "the count of all batches of the optimizer step, over all data ranks"
+            )
+        local = self.local_loss(batch, label_tokens, label_tokens, seed)
+        output = self.output(local.loss, local.sums[None], label_tokens, label_tokens)
         # Around what a sharded model gathers before its backward.
         return replace(output, loss=backward_once(output.loss, self.mesh.cpu_group))
 
-    def forward(self, batch: PackedBatch, label_tokens: int, seed: int | None = None) -> StepOutput:
-        """A step that all ranks have agreed on."""
-        divisor = max(1, label_tokens)
+    def local_loss(
+        self,
+        batch: PackedBatch,
+        label_tokens: int,
+        divisor: int,
+        seed: int | None = None,
+        loss: LossFunction | None = None,
+    ) -> LocalLoss:
+        """This rank's share of the loss of a step that all ranks have agreed on."""
+        local: LocalLoss = super().__call__(batch, label_tokens, divisor, seed, loss)
+        return local
+
+    def forward(
+        self,
+        batch: PackedBatch,
+        label_tokens: int,
+        divisor: int,
+        seed: int | None = None,
+        loss: LossFunction | None = None,
+    ) -> LocalLoss:
+        """See `local_loss`, which gathers the parameters of a sharded model around it."""
         hidden_TD, router = self._hidden(batch, self._adapter.uses_router_loss, seed)
         head = self._adapter.head
-        sums = linear_cross_entropy(
-            hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk, kernels=self.kernels
-        )
+        if loss is None:
+            sums = linear_cross_entropy(
+                hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk, kernels=self.kernels
+            )
+        else:
+            own = loss(hidden_TD, head, batch)
+            sums = LossSums(own, torch.zeros_like(own))
         # A rank without labels contributes an exact zero, and still takes part in the backward.
-        loss = sums.loss / divisor
+        share = sums.loss / max(1, divisor)
         aux = torch.zeros_like(sums.loss)
         if router is not None:
             top_k = self._adapter.config.num_experts_per_tok
-            share = batch.label_tokens / divisor
             # Per row, weighted by the row's labels: no mesh and no accumulation changes it.
-            aux = share * load_balancing_loss(router, batch.real, top_k, self.groups["sequence"])
-            loss = loss + self._adapter.config.router_aux_loss_coef * aux
+            weight = batch.label_tokens / max(1, label_tokens)
+            aux = weight * load_balancing_loss(router, batch.real, top_k, self.groups["sequence"])
+            share = share + self._adapter.config.router_aux_loss_coef * aux
         # In float64, where the count of correct tokens is exact.
-        own = torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)])
-        loss_sum, correct, whole_aux = self.groups["loss"].all_reduce(own).unbind()
+        return LocalLoss(share, torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)]))
+
+    def output(self, loss: Tensor, sums_N3: Tensor, label_tokens: int, divisor: int) -> StepOutput:
+        """What a step gives: the sums of its micro-batches on this rank, added over all ranks."""
+        losses_N, correct_N, aux_N = self.groups["loss"].all_reduce(sums_N3).unbind(1)
+        loss_sum = losses_N.sum()
         return StepOutput(
             loss=loss,
-            mean_loss=(loss_sum / divisor).to(sums.loss.dtype),
-            loss_sum=loss_sum.to(sums.loss.dtype),
+            mean_loss=(loss_sum / max(1, divisor)).to(loss.dtype),
+            loss_sum=loss_sum.to(loss.dtype),
             label_tokens=label_tokens,
-            correct_tokens=correct.long(),
-            aux_loss=None if router is None else whole_aux.to(sums.loss.dtype),
+            correct_tokens=correct_N.sum().long(),
+            aux_loss=aux_N.sum().to(loss.dtype) if self._adapter.uses_router_loss else None,
+            batch_losses=losses_N / max(1, divisor),
         )
 
     def logits(self, batch: PackedBatch) -> list[Tensor]:
         """One `[T, V]` tensor per sample, in the order given: for checks, it holds all logits at once."""
-        self._agree("logits", batch, None, 0)
+        self.agree("logits", [batch], 0)
         return self.gathered_logits(batch)
+
+    def agree(
+        self,
+        call: str,
+        batches: Sequence[PackedBatch],
+        seed: int | None = None,
+        counts: Mapping[str, int] | None = None,
+        flag: bool = False,
+        **numbers: int | None,
+    ) -> Agreed:
+        """Make sure that all ranks make the same call with batches of the same step, before anything is sent.
+
+        What one rank refuses, all ranks raise.
+        """
+        error, alike = None, {}
+        try:
+            self._check(batches, seed, numbers)
+            alike = {"the call": call, "seed": seed, **numbers, **self._settings()}
+        except Exception as problem:
+            error = problem
+        return agree_on_step(self.mesh, error, batches, alike, counts, flag)
 
     @torch.no_grad()
     def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
@@ -187,46 +241,9 @@ class BraidedModel(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
         context = StepContext(
-            batch.layout,
-            batch.rank,
-            ring,
-            ulysses,
-            sequence,
-            self.gated_delta,
-            seed,
-            batch.keys,
-            self.kernels,
+            batch.plans, ring, ulysses, sequence, self.gated_delta, seed, batch.keys, self.kernels
         )
         return self._adapter.hidden(batch, context, with_router)
-
-    def _agree(self, call: str, batch: PackedBatch, label_tokens: int | None, seed: int | None) -> int:
-        """Make sure that all ranks do the same step, before its first exchange; gives the labels of all data
-        ranks.
-        """
-        mesh, error = self.mesh, None
-        own, alike = [0, 0], {}
-        try:
-            self._check(batch, label_tokens, seed)
-            own = [batch.fingerprint, batch.label_tokens]
-            alike = {"the call": call, "label_tokens": label_tokens, "seed": seed, **self._settings()}
-        except Exception as problem:
-            error = problem
-        found = agree(mesh.cpu_group, error, own, alike)
-        for rank, (fingerprint, _) in enumerate(found):
-            leader = mesh.leaders[mesh.data_rank_of(rank)]
-            if fingerprint != found[leader][0]:
-                raise ValueError(
-                    f"ranks {leader} and {rank} share a row but packed different samples, or with "
-                    "other settings; give every rank of a sequence group the same samples, by "
-                    "mesh.data_rank, and the same settings"
-                )
-        labels = mesh.sum_over_data([[count] for _, count in found])[0]
-        if label_tokens is not None and label_tokens < labels:
-            raise ValueError(
-                f"label_tokens={label_tokens} is less than the {labels} labels of this batch alone; give "
-                "the count of all batches of the optimizer step, over all data ranks"
-            )
-        return labels
 
     def _settings(self) -> dict[str, Any]:
         """What decides which exchanges a step makes, and what its sums mean: the same on every rank."""
@@ -234,66 +251,16 @@ class BraidedModel(nn.Module):
             "gated_delta": self.gated_delta,
             "training mode": self._adapter.is_training,
             "grad mode": torch.is_grad_enabled(),
-            "requires_grad of": {name: p.requires_grad for name, p in self.model.named_parameters()},
+            "requires_grad of": trained(self.model),
             "config": config_values(self._adapter.config),
         }
 
-    def _check(self, batch: PackedBatch, label_tokens: int | None, seed: int | None) -> None:
-        if not isinstance(batch, PackedBatch):
-            raise ValueError(
-                f"a braided model takes what seqbraid.pack gives, not {type(batch).__name__}; the stock "
-                "model, for calls of its own, is .model"
-            )
+    def _check(self, batches: Sequence[PackedBatch], seed: int | None, numbers: Mapping[str, Any]) -> None:
+        for batch in batches:
+            check_batch(batch, self.mesh)
         change = self._unchanged.difference(self.model, self)
         if change is not None:
             raise ValueError(f"{change}; call release() first, then change it and parallelize again")
-        for name, value in (("label_tokens", label_tokens), ("seed", seed)):
-            _check_whole(name, value)
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                raise ValueError(
-                    f"torch.autocast({device!r}) is on, which casts inside of kernels that choose their own "
-                    "types; leave it out, and give parallelize compute_dtype=torch.bfloat16"
-                )
-        self._adapter.check_step(batch, seed)
-        layout, mesh = batch.layout, self.mesh
-        if (layout.ring, layout.ulysses) != (mesh.ring, mesh.ulysses) or batch.rank != mesh.sequence_rank:
-            raise ValueError(
-                f"the batch was packed for rank {batch.rank} of ring={layout.ring} × "
-                f"ulysses={layout.ulysses}; this is rank {mesh.sequence_rank} of ring={mesh.ring} × "
-                f"ulysses={mesh.ulysses}: pass the model's mesh to pack"
-            )
-
-
-def _check_whole(name: str, value: Any) -> None:
-    if value is None:
-        return
-    try:
-        operator.index(value)
-    except TypeError:
-        what = "the count of the labels of all batches" if name == "label_tokens" else "the seed"
-        raise ValueError(
-            f"{name}={value!r} is no whole number; give {what} of the optimizer step, over all data ranks"
-        ) from None
-
-
-OF_NO_STEP = ("architectures", "dtype", "transformers_version", "use_cache")
-"""What configs say beside how a model computes in training."""
-
-
-def config_values(config: Any) -> dict[str, str]:
-    """The values of a config that ranks must have in common, in words; where it was read from is not one."""
-    return {
-        key: _in_words(value)
-        for key, value in vars(config).items()
-        if not key.startswith("_") and key not in OF_NO_STEP
-    }
-
-
-def _in_words(value: Any) -> str:
-    """The same text in every process: a set's own order follows from a seed that each draws for itself."""
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(repr, value)))}}}"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_in_words(inner)}' for key, inner in value.items())}}}"
-    return repr(value)
+        check_numbers(seed=seed, **numbers)
+        check_no_autocast()
+        self._adapter.check_step(batches, seed)

@@ -11,7 +11,7 @@ of the convolution, J open segments (of chains of more than one) of all ranks, P
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -156,6 +156,11 @@ class ScanPlan:
             entered=index(chains.local_J[following[leaving]]),
         )
 
+    def to(self, device: torch.device) -> ScanPlan:
+        """The plan with its indices on another device."""
+        names = ("S0_sent", "M_sent", "S0_order", "M_order", "leaving", "entered")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
 
 class HaloPlan(NamedTuple):
     """The tokens before each segment that the convolution reads, wherever they live."""
@@ -163,6 +168,11 @@ class HaloPlan(NamedTuple):
     rows: RowPlan
     places: Tensor
     """Where arriving rows go in the halos `[N·(W−1)]`; what no row goes to is 0."""
+
+    def to(self, device: torch.device) -> HaloPlan:
+        """The plan with its indices on another device."""
+        rows = replace(self.rows, rows=self.rows.rows.to(device))
+        return HaloPlan(rows, self.places.to(device))
 
     @property
     def is_empty(self) -> bool:
@@ -226,6 +236,17 @@ class ChainPlan:
         )
         slots = layout.num_local_tokens
         return ChainPlan(chains, rank, layout.num_ranks, slots, tuple(cu), rows, device, forward, backward)
+
+    def to(self, device: torch.device) -> ChainPlan:
+        """The plan with its indices on another device."""
+        return replace(
+            self,
+            rows=None if self.rows is None else self.rows.to(device),
+            device=device,
+            forward=self.forward.to(device),
+            backward=self.backward.to(device),
+            _halos={width: halo.to(device) for width, halo in self._halos.items()},
+        )
 
     @cached_property
     def opened(self) -> tuple[int, ...]:

@@ -38,10 +38,10 @@ def gated_delta_mixing(
     """The layer between its projections and its norm, `[T, H, V]`, for this rank's tokens; padding gets 0."""
     method = context.gated_delta_method(HeadSizes.of(layer), mixed_TC.element_size())
     if method == "heads":
-        heads_plan = context.heads_plan(mixed_TC.device)
+        heads_plan = context.row.heads(mixed_TC.device)
         return mixing_by_heads(mixed_TC, b_TH, a_TH, layer, heads_plan, context.sequence, context.kernels)
     assert method == "states", method
-    chain_plan = context.chain_plan(mixed_TC.device)
+    chain_plan = context.row.chain(mixed_TC.device)
     return mixing_by_states(mixed_TC, b_TH, a_TH, layer, chain_plan, context.sequence, context.kernels)
 
 

@@ -10,7 +10,7 @@ q, k and v side by side, W width of the convolution, G key heads, H value heads,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -116,6 +116,11 @@ class HeadsPlan:
             torch.cat([torch.empty(0, dtype=torch.long), *home_rows]).to(device),
             tuple(accumulate(home_lengths, initial=0)),
         )
+
+    def to(self, device: torch.device) -> HeadsPlan:
+        """The plan with its indices on another device."""
+        names = ("open_rows_n", "sequence_order_N", "arrival_order_N", "home_rows")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @property
     def is_exchanging(self) -> bool:

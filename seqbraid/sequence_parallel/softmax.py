@@ -24,23 +24,23 @@ def softmax_attention(
     """Causal attention within each sequence of the row, for this rank's tokens; padding gets 0."""
     if context.ulysses.size == 1:
         ratio = q_THD.shape[1] / k_TGD.shape[1]
-        plan = context.ring_plan(window, shared=True, whole=True, query_heads=ratio)
+        plan = context.row.ring(window, shared=True, whole=True, query_heads=ratio)
         return ring_attention(q_THD, k_TGD, v_TGD, plan, context.ring, scale, sink_H, context.kernels)
     # Shared tokens change hands; sequences that live whole on this rank stay, with all their heads.
     shared = context.layout.num_shared_tokens(context.rank)
     parts = []
-    if sum(context.group_tokens):
+    if sum(context.row.group_tokens):
         heads = HeadPlan(q_THD.shape[1], k_TGD.shape[1], context.ulysses.size)
         q, k, v = heads_for_tokens(
-            q_THD[:shared], k_TGD[:shared], v_TGD[:shared], context.group_tokens, heads, context.ulysses
+            q_THD[:shared], k_TGD[:shared], v_TGD[:shared], context.row.group_tokens, heads, context.ulysses
         )
         sink = None if sink_H is None else sink_H[heads.query_heads(context.ulysses.rank)]
         ratio = q.shape[1] / k.shape[1]
-        plan = context.ring_plan(window, shared=True, whole=False, query_heads=ratio)
+        plan = context.row.ring(window, shared=True, whole=False, query_heads=ratio)
         out = ring_attention(q, k, v, plan, context.ring, scale, sink, context.kernels)
-        parts.append(tokens_for_heads(out, context.group_tokens, context.ulysses))
+        parts.append(tokens_for_heads(out, context.row.group_tokens, context.ulysses))
     if shared < len(q_THD):
-        plan = context.ring_plan(window, shared=False, whole=True)
+        plan = context.row.ring(window, shared=False, whole=True)
         q, k, v = q_THD[shared:], k_TGD[shared:], v_TGD[shared:]
         parts.append(ring_attention(q, k, v, plan, context.ring, scale, sink_H, context.kernels))
     return parts[0] if len(parts) == 1 else torch.cat(parts)

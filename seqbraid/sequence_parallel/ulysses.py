@@ -61,6 +61,12 @@ class HeadPlan:
             return None
         return used
 
+    def query_heads_per_kv_head(self, rank: int) -> float:
+        """Of the heads that a rank computes with."""
+        kv, used = self.kv_heads(rank), self.kv_of_query(rank)
+        count = self.num_heads // self.size
+        return count / (kv.stop - kv.start if used is None else len(used))
+
 
 def heads_for_tokens(
     q_nHD: Tensor, k_nGD: Tensor, v_nGD: Tensor, tokens: Sequence[int], plan: HeadPlan, group: Group

@@ -1,50 +1,69 @@
-"""The micro-batches of a step on this rank, and what all ranks together have in them."""
+"""From the samples of a step to its `Step`: pure, so that the loader does it ahead of the step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from ..comm.consensus import gather_ints
-from ..data.loader import StepData
-from ..data.pack import pack
+from ..data.pack import pack, plan_row
 from ..mesh import Mesh
-from ..models.batch import PackedBatch
+from ..models.batch import BadBatch, PackedBatch
+from ..models.step import Step
+from ..sequence_parallel.plans import RowPlans
 from .flops import Media, ModelFlops
 
 
 @dataclass(frozen=True)
-class StepBatches:
-    """What this rank computes in a step; counts are those of the whole job."""
+class StepMaker:
+    """Makes the micro-batches of a step from the samples of this data rank, and counts what is in them."""
 
-    batches: list[PackedBatch]
-    tokens: int
-    label_tokens: int
-    physical_tokens: int
-    flops: float
-    stop: bool
-    """Whether some rank has been asked to stop."""
+    config: Any
+    """The model's."""
+    mesh: Mesh
+    policy: str
+    flops: ModelFlops | None = None
 
+    def plan(self, lengths: Sequence[int]) -> RowPlans | None:
+        """What follows from the lengths of a row's samples alone; None where they are refused, which `pack`
+        says in its own words.
+        """
+        try:
+            return plan_row(lengths or [1], self.config, self.mesh, self.policy)
+        except ValueError:
+            return None
 
-def make_batches(
-    data: StepData, config: Any, mesh: Mesh, policy: str, flops: ModelFlops | None = None, stop: bool = False
-) -> StepBatches:
-    """Pack each row, and count over the ranks that have different samples."""
-    rows = [row or [nobody(config)] for row in data.rows]
-    batches = [pack(row, config, mesh, policy=policy, check_media=True) for row in rows]
-    own = [0, 0, 0, 0, int(stop)]
-    if mesh.rank in mesh.leaders:
-        lengths = [[len(sample["input_ids"]) for sample in row] for row in data.rows]
+    def __call__(
+        self, rows: Sequence[Sequence[Mapping[str, Any]]], plans: Sequence[RowPlans | None] | None = None
+    ) -> Step:
+        """The step of these rows; `plans` are what `plan` gave for them."""
+        plans = [None] * len(rows) if plans is None else plans
+        try:
+            batches = [
+                pack(row or [nobody(self.config)], self.config, self.mesh, policy=self.policy, plans=of_row)
+                for row, of_row in zip(rows, plans, strict=True)
+            ]
+            return Step(batches, self._counts(rows, batches))
+        except Exception as error:  # every rank is to hear of it, in the agreement of the step
+            bad = cast(PackedBatch, BadBatch(error))
+            return Step([bad] * len(rows), dict.fromkeys(COUNTS, 0))
+
+    def _counts(
+        self, rows: Sequence[Sequence[Mapping[str, Any]]], batches: Sequence[PackedBatch]
+    ) -> dict[str, int]:
+        if any(isinstance(batch, BadBatch) for batch in batches):
+            return dict.fromkeys(COUNTS, 0)
+        lengths = [[len(sample["input_ids"]) for sample in row] for row in rows]
         labels = sum(batch.label_tokens for batch in batches)
-        physical = sum(batch.layout.num_local_tokens for batch in batches) * mesh.sequence_size
+        physical = sum(batch.layout.num_local_tokens for batch in batches) * self.mesh.sequence_size
         # In megaflops: exact enough, and an integer goes through the gather of integers.
-        media = _media([sample for row in data.rows for sample in row])
-        work = 0 if flops is None else int(flops.step(lengths, labels, media) / 1e6)
-        own = [sum(map(sum, lengths)), labels, physical, work, int(stop)]
-    found = gather_ints(mesh.cpu_group, own)
-    tokens, labels, physical, work, _ = mesh.sum_over_data(found)
-    return StepBatches(batches, tokens, labels, physical, work * 1e6, any(rank[4] for rank in found))
+        media = _media([sample for row in rows for sample in row])
+        work = 0 if self.flops is None else int(self.flops.step(lengths, labels, media) / 1e6)
+        return dict(zip(COUNTS, (sum(map(sum, lengths)), physical, work), strict=True))
+
+
+COUNTS = ("tokens", "physical_tokens", "megaflops")
+"""What is counted of a step beside its labels."""
 
 
 def nobody(config: Any) -> Mapping[str, Any]:

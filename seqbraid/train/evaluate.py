@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..comm.whereabouts import Whereabouts
 from ..data.loader import Loader
-from ..mesh import Mesh
 from ..models.braided import BraidedModel
-from .batches import make_batches
+from ..models.step import forward_backward
 
 
 @torch.no_grad()
-def evaluate(
-    model: BraidedModel,
-    loader: Loader,
-    config: Any,
-    mesh: Mesh,
-    policy: str,
-    device: torch.device,
-    where: Whereabouts | None = None,
-) -> dict[str, float]:
-    """Mean loss per label token and share of tokens predicted right, over one pass of the loader."""
+def evaluate(model: BraidedModel, loader: Loader, where: Whereabouts | None = None) -> dict[str, float]:
+    """Mean loss per label token and share of tokens predicted right, over one pass of a loader of steps."""
     where = Whereabouts() if where is None else where
     where.at("evaluating")
     was_training = model.training
@@ -32,12 +21,10 @@ def evaluate(
     try:
         for data in loader:
             where.moves()
-            step = make_batches(data, config, mesh, policy)
-            for batch in step.batches:
-                out = model(batch.to(device))
-                loss_sum += float(out.loss_sum)
-                correct += int(out.correct_tokens)
-            labels += step.label_tokens
+            out = forward_backward(model, data.prepared)
+            loss_sum += float(out.loss_sum)
+            correct += int(out.correct_tokens)
+            labels += out.label_tokens
     finally:
         model.train(was_training)
         loader.close()

@@ -21,11 +21,12 @@ from ..data.source import Source, open_source
 from ..data.together import raised_by_all
 from ..distributed.api import parallelize
 from ..distributed.weights import spread_weights
-from ..layout.packing import CostModel
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..verify.tiny_processor import tiny_training_model
+from .batches import StepMaker
 from .config import DataConfig, TrainConfig
+from .flops import ModelFlops
 from .freeze import freeze
 from .lora import LoraOptions, add_lora
 from .weights import checkpoint_folder, empty_model, fingerprint, load_stock
@@ -157,7 +158,7 @@ def make_loader(
     mesh: Mesh,
     lists_bad: bool = True,
     where: Whereabouts | None = None,
-    cost: CostModel | None = None,
+    flops: ModelFlops | None = None,
 ) -> Loader:
     """The stream of training steps; bad samples are listed in the run's folder."""
     return _loader(
@@ -169,7 +170,8 @@ def make_loader(
         epochs=config.train.epochs,
         shuffle=config.data.shuffle,
         bad_file=Path(config.out) / "bad_samples.jsonl" if lists_bad else None,
-        cost=cost,
+        flops=flops,
+        cost=None if flops is None else flops.cost_model(),
         where=where,
     )
 
@@ -189,7 +191,12 @@ def make_eval_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Load
 
 
 def _loader(
-    config: TrainConfig, model_config: Any, mesh: Mesh, paths: list[str] | str, **settings: Any
+    config: TrainConfig,
+    model_config: Any,
+    mesh: Mesh,
+    paths: list[str] | str,
+    flops: ModelFlops | None = None,
+    **settings: Any,
 ) -> Loader:
     data = config.data
     return Loader(
@@ -204,5 +211,6 @@ def _loader(
         workers=data.workers,
         prefetch_steps=data.prefetch_steps,
         sample_limit_s=config.timeouts.loader,
+        prepare=StepMaker(model_config, mesh, data.policy, flops),
         **settings,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from ..comm.whereabouts import Stopped, Whereabouts
 from ..data.loader import StepData
 from ..data.together import check_alike, gather_objects, raised_by_all
 from ..mesh import Mesh
-from .batches import StepBatches, make_batches
+from ..models.agreement import Agreed
+from ..models.output import StepOutput
+from ..models.step import Step, agree_on, forward_backward
 from .changes import changes
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
 from .checkpoint.files import folder_name
@@ -110,8 +112,7 @@ class Trainer:
         self.where.starts("opening the data and starting its workers")
         if config.data.eval:  # refused now if at all, not when it is first evaluated
             open_data(config.data.eval, mesh)
-        cost = None if self.flops is None else self.flops.cost_model()
-        self.loader = make_loader(config, self.model_config, mesh, cost=cost, where=self.where)
+        self.loader = make_loader(config, self.model_config, mesh, flops=self.flops, where=self.where)
         self.step = 0
         """Steps that are done, with those that were skipped."""
         self.trained = 0
@@ -206,30 +207,22 @@ class Trainer:
     def _step(self, data: StepData) -> bool:
         """One optimizer step; whether a rank was asked to stop."""
         config = self.config.train
-        self.where.at("packing rows, and counting them with the other ranks", limit="step")
+        self.where.at("agreeing on the step with the other ranks", limit="step")
         # Nothing random is remembered: each step starts from its own seed, so a resumed one draws the same.
         seed_everything(self.config.seed, self.step, self.mesh.rank)
-        seed = drawn_seed(self.config.seed, self.step)
-        work = make_batches(
-            data, self.model_config, self.mesh, self.config.data.policy, self.flops, self.stop
+        seed, work = drawn_seed(self.config.seed, self.step), data.prepared
+        agreed = agree_on(self.model, work, seed=seed, flag=self.stop)
+        if not agreed.label_tokens:
+            return self._skip(agreed)
+        out = forward_backward(
+            self.model, work, seed=seed, agreed=agreed, after=self._after_micro_batch(work)
         )
-        if not work.label_tokens:
-            return self._skip(work)
-        losses, correct = [], 0
-        for number, batch in enumerate(work.batches, start=1):
-            self.where.at(f"forward and backward of micro-batch {number} of {len(work.batches)}")
-            out = self.model(batch.to(self.device), work.label_tokens, seed)
-            out.loss.backward()
-            if isinstance(self.optimizer, MasterAdamW):
-                self.optimizer.gather_gradients()
-            losses.append(out.mean_loss)
-            correct += out.correct_tokens
         self.where.at("the norm of the gradient, and the update")
         gradients = gradients_of(self.optimizer)
         norm = gradient_norm(gradients, self.mesh)
-        loss = float(torch.stack(losses).double().sum())
+        loss = float(out.mean_loss)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._stop_non_finite(data, work, losses, norm)
+            self._stop_non_finite(data, out, norm)
         clip_gradients(gradients, norm, config.clip_norm)
         before, self.progress = self.progress, self._progress(self.step + 1)
         rate = learning_rate(config, before, self.progress)
@@ -243,30 +236,43 @@ class Trainer:
             loss=loss,
             grad_norm=norm,
             lr=rate,
-            tokens=work.tokens,
-            label_tokens=work.label_tokens,
-            physical_tokens=work.physical_tokens,
+            tokens=agreed.counts["tokens"],
+            label_tokens=agreed.label_tokens,
+            physical_tokens=agreed.counts["physical_tokens"],
             data_wait_s=data.wait_s,
-            flops=work.flops,
-            correct_tokens=int(correct),
+            flops=1e6 * agreed.counts["megaflops"],
+            correct_tokens=int(out.correct_tokens),
             epoch=data.epoch,
             fill=data.fill,
         )
-        self._after_step(metrics, work.stop)
-        return work.stop
+        self._after_step(metrics, agreed.flag)
+        return agreed.flag
 
-    def _skip(self, work: StepBatches) -> bool:
+    def _after_micro_batch(self, work: Step) -> Callable[[int], None]:
+        """What is done when the backward of a micro-batch is."""
+        number_of_all = len(work.batches)
+        self.where.at(f"forward and backward of micro-batch 1 of {number_of_all}")
+
+        def after(number: int) -> None:
+            if number < number_of_all:
+                self.where.at(f"forward and backward of micro-batch {number + 1} of {number_of_all}")
+            if isinstance(self.optimizer, MasterAdamW):
+                self.optimizer.gather_gradients()
+
+        return after
+
+    def _skip(self, agreed: Agreed) -> bool:
         """A step without a label counts, also for the learning rate, but changes no weight and no moment."""
         self.step += 1
         self.progress = self._progress(self.step)
         with raised_by_all(self.mesh.cpu_group):
-            reason = f"none of its {work.tokens:,} tokens has a label"
+            reason = f"none of its {agreed.counts['tokens']:,} tokens has a label"
             self.sinks.event("skipped", step=self.step, reason=reason)
             self.sinks.say(f"step {self.step} is skipped: {reason}")
         if self._done() or self.loader.at_end:
             self._check_trained()
-        self._after_step({}, work.stop)
-        return work.stop
+        self._after_step({}, agreed.flag)
+        return agreed.flag
 
     def _check_trained(self) -> None:
         """Refuse to end as if something had been learnt."""
@@ -284,15 +290,8 @@ class Trainer:
         improved = False
         # Not because of a signal: who sends one does not wait long, and the resumed run is to be the same.
         if self.config.data.eval and (due or self._done() or self.loader.at_end):
-            found = evaluate(
-                self.model,
-                make_eval_loader(self.config, self.model_config, self.mesh),
-                self.model_config,
-                self.mesh,
-                self.config.data.policy,
-                self.device,
-                self.where,
-            )
+            held_out = make_eval_loader(self.config, self.model_config, self.mesh)
+            found = evaluate(self.model, held_out, self.where)
             metrics = {**metrics, **found}
             improved = found["eval_loss"] < self.best.get("eval_loss", math.inf)
             if improved:
@@ -408,14 +407,13 @@ class Trainer:
         finally:
             sinks.close()
 
-    def _stop_non_finite(
-        self, data: StepData, work: StepBatches, losses: list[torch.Tensor], norm: float
-    ) -> None:
+    def _stop_non_finite(self, data: StepData, out: StepOutput, norm: float) -> None:
         folder = self.folder / "nonfinite" / f"step-{self.step + 1:08d}"
-        found = [float(loss) for loss in losses]
+        assert out.batch_losses is not None
+        found = out.batch_losses.tolist()
         facts = {"step": self.step + 1, "grad_norm": repr(norm), "samples": data.where}
         gradients = gradients_by_parameter(self.optimizer)
-        write_step(folder, self.mesh.rank, self.model, gradients, work.batches, found, facts)
+        write_step(folder, self.mesh.rank, self.model, gradients, data.prepared.batches, found, facts)
         raise NonFiniteError(
             f"step {self.step + 1}: loss {sum(found)}, gradient norm {norm}; nothing was updated. What each "
             f"rank was looking at is in {folder}"

@@ -75,9 +75,10 @@ def _boundaries_ignored(name: str, position: int) -> AbstractContextManager[Any]
 def _padding_counted() -> AbstractContextManager[Any]:
     split = batch_module.Row.split
 
-    def wrong(self: Any, layout: Any, rank: int) -> Any:
+    def wrong(self: Any, plans: Any) -> Any:
+        layout = plans.layout
         extra = layout.num_local_tokens * layout.num_ranks - layout.num_tokens
-        batch = split(self, layout, rank)
+        batch = split(self, plans)
         return replace(batch, label_tokens=batch.label_tokens + extra)
 
     return patch.object(batch_module.Row, "split", wrong)
@@ -159,12 +160,13 @@ def _kv_gradient_not_summed() -> AbstractContextManager[Any]:
 
 
 def _loss_times_group_size() -> AbstractContextManager[Any]:
-    right = braided_module.BraidedModel._agree
-    return patch.object(
-        braided_module.BraidedModel,
-        "_agree",
-        lambda self, *step: right(self, *step) // self.mesh.sequence_size,
-    )
+    right = braided_module.agree_on_step
+
+    def wrong(mesh: Any, *step: Any) -> Any:
+        agreed = right(mesh, *step)
+        return agreed._replace(label_tokens=agreed.label_tokens // mesh.sequence_size)
+
+    return patch.object(braided_module, "agree_on_step", wrong)
 
 
 def _gradients_averaged() -> AbstractContextManager[Any]:
@@ -175,8 +177,8 @@ def _gradients_averaged() -> AbstractContextManager[Any]:
 def _sliced_twice() -> AbstractContextManager[Any]:
     split = batch_module.Row.split
 
-    def wrong(self: Any, layout: Any, rank: int) -> Any:
-        batch = split(self, layout, rank)
+    def wrong(self: Any, plans: Any) -> Any:
+        layout, rank, batch = plans.layout, plans.rank, split(self, plans)
         return replace(
             batch, input_ids=layout.shard(batch.input_ids, rank), targets=layout.shard(batch.targets, rank)
         )

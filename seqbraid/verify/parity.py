@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from ..comm.consensus import gather_floats, gather_ints
+from ..comm.consensus import gather_floats
 from ..comm.group import Group
 from ..data.pack import pack
 from ..distributed.api import parallelize
 from ..mesh import Mesh
-from ..models.batch import PackedBatch
-from ..models.braided import StepOutput
+from ..models.output import StepOutput
+from ..models.step import forward_backward
 from .reference import Measurement, fresh_gradients, one_rounding_away, stock_step
 from .verdict import Line, Parity, compare
 from .wide import float32_is_float64, in_float64
@@ -128,12 +128,8 @@ def packed_step(
             parts = [[samples[i] for i in row] for row in rows_of(len(samples), 1, micro_batches)]
             batches = [pack(part, model.config, mesh, **layout) for part in parts]
             logits = [x for batch in batches for x in braided.logits(batch)]
-            loss = torch.zeros(())
-            total = None if micro_batches == 1 else _label_tokens(batches, mesh)
-            for batch in batches:
-                output = braided(batch, label_tokens=total)
-                output.loss.backward()
-                loss = loss + _whole_loss(output, model)
+            output = forward_backward(braided, batches)
+            loss = _whole_loss(output, model)
             gradients = _whole(
                 {
                     name: torch.zeros_like(p) if p.grad is None else p.grad
@@ -144,12 +140,6 @@ def packed_step(
         finally:
             braided.release()
     return Measurement(loss.detach(), logits, gradients)
-
-
-def _label_tokens(batches: Sequence[PackedBatch], mesh: Mesh) -> int:
-    """Labels of all batches of the step on all data ranks, known before the first forward."""
-    own = sum(batch.label_tokens for batch in batches)
-    return mesh.sum_over_data(gather_ints(mesh.cpu_group, [own]))[0]
 
 
 def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:

@@ -263,7 +263,7 @@ def test_ids_that_are_no_numbers_are_refused(ids: Any) -> None:
 @pytest.mark.parametrize("count", [float("nan"), 12.5, "12", torch.tensor(float("nan"))])
 def test_a_divisor_that_is_no_count_is_refused(count: Any) -> None:
     model = sb.parallelize(tiny_model("llama"))
-    with pytest.raises(ValueError, match=r"label_tokens=.* is no whole number"):
+    with pytest.raises(ValueError, match=r"label_tokens=.* is not a whole number"):
         model(sb.pack(SAMPLE, model.model.config), label_tokens=count)
 
 

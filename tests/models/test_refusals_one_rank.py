@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,13 +12,12 @@ from seqbraid import Mesh
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
 from tests import ranks
-from tests.models.test_refusals_ranks import step_on
+from tests.models.test_refusals_ranks import packed_and_run, step_on
 
 
 def dict_on_one_rank() -> None:
-    mesh = Mesh(dp_shard=2)
-    samples: Any = [{"input_ids": [1, 2]}]
-    sb.pack(samples[0] if mesh.rank else samples, tiny_model("llama").config, mesh)
+    sample = {"input_ids": [1, 2]}
+    packed_and_run([sample], sample)
 
 
 def autocast_on_one_rank() -> None:

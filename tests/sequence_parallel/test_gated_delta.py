@@ -21,6 +21,7 @@ from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.gated_delta import gated_delta_mixing, rule_with_states
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, states_bytes
 from seqbraid.sequence_parallel.gated_delta_layer import GatedDeltaLayer
+from seqbraid.sequence_parallel.plans import RowPlans
 from tests import ranks
 
 POLICIES = ("contiguous", "zigzag", "balanced")
@@ -162,7 +163,7 @@ def on_this_rank(
     own = {n: t if n in PARAMETERS else layout.shard(t, rank, fill=float("nan")) for n, t in x.items()}
 
     def layer(x: dict[str, Tensor]) -> Tensor:
-        context = StepContext(layout, rank, sequence=group, gated_delta="states")
+        context = StepContext(RowPlans(layout, rank), sequence=group, gated_delta="states")
         return gated_delta_mixing(x["mixed"], x["b"], x["a"], layer_of(x), context)
 
     def rule(x: dict[str, Tensor]) -> Tensor:

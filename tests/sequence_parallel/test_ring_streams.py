@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from seqbraid import SequenceLayout
 from seqbraid.ops import attention, blocks, streams
 from seqbraid.ops.blocks import BlockPlan
-from seqbraid.sequence_parallel.context import StepContext
+from seqbraid.sequence_parallel.plans import RowPlans
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
 from tests.ops.test_varlen_groups import IMPLS
@@ -215,7 +215,7 @@ ROWS = {
 def plan_of(row: str, rank: int) -> RingPlan:
     lengths, policy, ratio = ROWS[row]
     layout = SequenceLayout(lengths, ring=4, policy=policy)
-    return StepContext(layout, rank).ring_plan(None, shared=True, whole=True, query_heads=ratio)
+    return RowPlans(layout, rank).ring(None, shared=True, whole=True, query_heads=ratio)
 
 
 def two_steps(watch: Watch, row: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:

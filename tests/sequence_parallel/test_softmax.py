@@ -15,6 +15,7 @@ from seqbraid.comm import Group
 from seqbraid.layout.balance import balance
 from seqbraid.sequence_parallel import ring
 from seqbraid.sequence_parallel.context import StepContext
+from seqbraid.sequence_parallel.plans import RowPlans
 from seqbraid.sequence_parallel.ring_plan import RingPlan
 from seqbraid.sequence_parallel.softmax import softmax_attention
 from tests import ranks
@@ -82,7 +83,7 @@ def worst_errors(path: str, ring: int, ulysses: int, policy: str) -> tuple[dict[
     layout = SequenceLayout(expected.lengths, ring, ulysses, policy)
     rank = mesh.sequence_rank
     groups = {axis: Group.of(mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence")}
-    context = StepContext(layout, rank, groups["ring"], groups["ulysses"])
+    context = StepContext(RowPlans(layout, rank), groups["ring"], groups["ulysses"])
     local = {
         name: (x if name == "sink" else layout.shard(x, rank)).clone().requires_grad_()
         for name, x in expected.inputs.items()
@@ -130,7 +131,7 @@ def bits(path: str, ring_size: int, wide: bool) -> list[Tensor]:
     expected = Attention(*torch.load(path))
     mesh = Mesh(ring=ring_size)
     layout = SequenceLayout(expected.lengths, ring_size, policy="zigzag")
-    context = StepContext(layout, mesh.sequence_rank, Group.of(mesh.process_group("ring")))
+    context = StepContext(RowPlans(layout, mesh.sequence_rank), Group.of(mesh.process_group("ring")))
     local = [
         layout.shard(expected.inputs[name], mesh.sequence_rank).bfloat16().requires_grad_() for name in "qkv"
     ]
@@ -140,7 +141,7 @@ def bits(path: str, ring_size: int, wide: bool) -> list[Tensor]:
         out = softmax_attention(*local, context, SCALE)
         weight = layout.shard(expected.weight, mesh.sequence_rank).bfloat16()
         gradients = torch.autograd.grad((out * weight).sum(), local)
-    assert len(context.ring_plan(None, shared=True, whole=True).rounds) == ring_size - 1
+    assert len(context.row.ring(None, shared=True, whole=True).rounds) == ring_size - 1
     return [out.detach(), *gradients]
 
 

@@ -164,9 +164,7 @@ def test_dropout_is_for_training_alone(folder: Path, tmp_path: Path) -> None:
     for seed in range(2):
         torch.manual_seed(seed)
         held_out = make_eval_loader(adapted, trainer.model_config, HERE)
-        found = evaluate(
-            trainer.model, held_out, trainer.model_config, HERE, adapted.data.policy, trainer.device
-        )
+        found = evaluate(trainer.model, held_out)
         seen.append(found["eval_loss"])
     assert seen[0] == seen[1] == logged(adapted, "eval_loss")[-1]
     assert trainer.model.training

@@ -22,6 +22,7 @@ from ...data.pack import pack
 from ...distributed.api import parallelize
 from ...mesh import Mesh
 from ...models.braided import BraidedModel
+from ...models.step import forward_backward
 from ...models.stock import in_torch
 from .digits import (
     Digits,
@@ -103,9 +104,7 @@ def train_split(settings: Settings) -> Trained:
     braided = parallelize(model, mesh)
 
     def backward(samples: list[Sample]) -> float:
-        out = braided(pack(samples, model.config, mesh))
-        out.loss.backward()
-        return float(out.mean_loss)
+        return float(forward_backward(braided, [pack(samples, model.config, mesh)]).mean_loss)
 
     accuracy: list[tuple[int, float]] = []
     predictions = torch.empty(0, dtype=torch.long)

@@ -1,0 +1,140 @@
+"""What all ranks agree on before a step sends anything: once per optimizer step, in one exchange."""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from ..comm.consensus import agree
+from ..mesh import Mesh
+from .batch import BadBatch, PackedBatch
+
+
+class Agreed(NamedTuple):
+    """What the ranks know of each other's part in a step."""
+
+    label_tokens: int
+    """Of all micro-batches of all data ranks."""
+    counts: dict[str, int]
+    """Sums of what each data rank counted in its own samples."""
+    flag: bool
+    """Whether some rank raised its flag."""
+
+
+def agree_on_step(
+    mesh: Mesh,
+    error: Exception | None,
+    batches: Sequence[PackedBatch],
+    alike: Mapping[str, Any],
+    counts: Mapping[str, int] | None = None,
+    flag: bool = False,
+) -> Agreed:
+    """Make sure that all ranks do the same step, before its first exchange.
+
+    Args:
+        error: what this rank refuses; every rank raises it.
+        batches: this rank's micro-batches.
+        alike: what must be the same on every rank, by the name that the user knows.
+        counts: numbers of this data rank, the same on all ranks of its sequence group.
+        flag: something that one rank has to tell all others, as that it was asked to stop.
+    """
+    counts = {} if counts is None else counts
+    own, same = [0, 0, 0, *[0] * len(counts)], dict(alike)
+    if error is None:
+        labels = sum(batch.label_tokens for batch in batches)
+        own = [fingerprint(batches), labels, int(flag), *counts.values()]
+        same |= {"the number of micro-batches": len(batches), "what is counted": list(counts)}
+    found = agree(mesh.cpu_group, error, own, same)
+    for rank, (mark, *_) in enumerate(found):
+        leader = mesh.leaders[mesh.data_rank_of(rank)]
+        if mark != found[leader][0]:
+            raise ValueError(
+                f"ranks {leader} and {rank} share a row but packed different samples, or with "
+                "other settings; give every rank of a sequence group the same samples, by "
+                "mesh.data_rank, and the same settings"
+            )
+    labels, *sums = mesh.sum_over_data([[labels, *rest] for _, labels, _, *rest in found])
+    return Agreed(labels, dict(zip(counts, sums, strict=True)), any(row[2] for row in found))
+
+
+def fingerprint(batches: Sequence[PackedBatch]) -> int:
+    """Of all rows of a step and their layouts."""
+    if len(batches) == 1:
+        return batches[0].fingerprint
+    return zlib.crc32(repr([batch.fingerprint for batch in batches]).encode())
+
+
+def check_batch(batch: Any, mesh: Mesh) -> None:
+    """Refuse what is no batch of this rank; a `BadBatch` raises its own reason."""
+    if isinstance(batch, BadBatch):
+        raise batch.error
+    if not isinstance(batch, PackedBatch):
+        raise ValueError(
+            f"a braided model takes what seqbraid.pack gives, not {type(batch).__name__}; the stock "
+            "model, for calls of its own, is .model"
+        )
+    layout = batch.layout
+    if (layout.ring, layout.ulysses) != (mesh.ring, mesh.ulysses) or batch.rank != mesh.sequence_rank:
+        raise ValueError(
+            f"the batch was packed for rank {batch.rank} of ring={layout.ring} × "
+            f"ulysses={layout.ulysses}; this is rank {mesh.sequence_rank} of ring={mesh.ring} × "
+            f"ulysses={mesh.ulysses}: pass the model's mesh to pack"
+        )
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Refuse a seed or a count that is no whole number."""
+    what = {
+        "label_tokens": "the count of the labels of all batches of the optimizer step, over all data ranks",
+        "divisor": "what the sum of the losses of the optimizer step is divided by, over all data ranks",
+        "seed": "the seed of the optimizer step, the same on all ranks",
+    }
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        try:
+            operator.index(value)
+        except TypeError:
+            raise ValueError(f"{name}={value!r} is not a whole number; give {what[name]}") from None
+
+
+def check_no_autocast() -> None:
+    """Refuse `torch.autocast`, which casts where the step chooses types itself."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise ValueError(
+                f"torch.autocast({device!r}) is on, which casts inside of kernels that choose their own "
+                "types; leave it out, and give parallelize compute_dtype=torch.bfloat16"
+            )
+
+
+OF_NO_STEP = ("architectures", "dtype", "transformers_version", "use_cache")
+"""What configs say beside how a model computes in training."""
+
+
+def config_values(config: Any) -> dict[str, str]:
+    """The values of a config that ranks must have in common, in words; where it was read from is not one."""
+    return {
+        key: _in_words(value)
+        for key, value in vars(config).items()
+        if not key.startswith("_") and key not in OF_NO_STEP
+    }
+
+
+def trained(model: PreTrainedModel) -> dict[str, bool]:
+    """Which parameters require a gradient."""
+    return {name: p.requires_grad for name, p in model.named_parameters()}
+
+
+def _in_words(value: Any) -> str:
+    """The same text in every process: a set's own order follows from a seed that each draws for itself."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_in_words(inner)}' for key, inner in value.items())}}}"
+    return repr(value)

@@ -1,0 +1,48 @@
+"""What a model's mixers will ask of a row's plans, read from its config, so that plans are made ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..sequence_parallel.gated_delta_bytes import HeadSizes
+from ..sequence_parallel.plans import MixerNeeds, RowPlans
+
+GATED_DELTA = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
+
+
+def prepare_plans(plans: RowPlans, config: Any) -> None:
+    """Make the plans that a model of this config will ask for; `ValueError` where its row cannot be split.
+
+    A config that says less than all leaves the rest to the layers that ask.
+    """
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    try:
+        plans.prepare(mixer_needs(text, kinds))
+    except ValueError:
+        if kinds is not None:  # each layer's own kind is known, and so is that the step would refuse it
+            raise
+
+
+def mixer_needs(text: Any, kinds: list[str] | None) -> MixerNeeds:
+    """The needs of a text decoder, whose layers are of these kinds; full attention where none are named."""
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return MixerNeeds()
+    window = getattr(text, "sliding_window", None)
+    of_kind = {"full_attention": None, "sliding_attention": window}
+    softmax = [of_kind[kind] for kind in dict.fromkeys(kinds or ["full_attention"]) if kind in of_kind]
+    is_hybrid = "linear_attention" in (kinds or ()) and all(hasattr(text, name) for name in GATED_DELTA)
+    dtype = getattr(text, "dtype", None)
+    return MixerNeeds(
+        windows=tuple(dict.fromkeys(softmax)),
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        gated_delta=HeadSizes(*(getattr(text, name) for name in GATED_DELTA)) if is_hybrid else None,
+        conv_width=getattr(text, "linear_conv_kernel_dim", 0) if is_hybrid else 0,
+        itemsize=dtype.itemsize if isinstance(dtype, torch.dtype) else 4,
+    )

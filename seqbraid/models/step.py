@@ -1,0 +1,99 @@
+"""A step, prepared ahead, and the one way that it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .agreement import Agreed
+from .batch import PackedBatch
+from .braided import BraidedModel, LossFunction
+from .output import StepOutput
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank computes in an optimizer step: made ahead of it, with no word to another rank."""
+
+    batches: Sequence[PackedBatch]
+    """The micro-batches, as `pack` gives them, one `BadBatch` or more among them where it could not; as many
+    on every rank.
+    """
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What this data rank counts in its samples, to be summed over the data ranks (tokens, say)."""
+
+
+def agree_on(
+    model: BraidedModel,
+    step: Step | Sequence[PackedBatch],
+    divisor: int | None = None,
+    seed: int | None = None,
+    flag: bool = False,
+) -> Agreed:
+    """The one agreement of a step: its label tokens and counts over all data ranks, and whether some rank
+    raised its flag. What `pack` or a check refused on one rank is raised on all.
+    """
+    step = _step(step)
+    call = "forward_backward" if torch.is_grad_enabled() else "evaluation"
+    return model.agree(call, step.batches, seed, step.counts, flag, divisor=divisor)
+
+
+def forward_backward(
+    model: BraidedModel,
+    step: Step | Sequence[PackedBatch],
+    loss: LossFunction | None = None,
+    divisor: int | None = None,
+    *,
+    seed: int | None = None,
+    agreed: Agreed | None = None,
+    after: Callable[[int], None] | None = None,
+) -> StepOutput:
+    """Run the micro-batches of an optimizer step, forward and backward; gradients add up in `.grad`.
+
+    Under `torch.no_grad()` there is no backward: an evaluation.
+
+    Args:
+        model: what `parallelize` gave.
+        step: a `Step`, or a list of what `pack` gave.
+        loss: gives the sum of this rank's losses; cross entropy over the label tokens when left out.
+        divisor: what the sum over the whole step is divided by; its label tokens when left out.
+        seed: what dropout is drawn from, another one for every step.
+        agreed: what `agree_on` gave for this step, where it was called before.
+        after: is called with the number of each micro-batch, from 1, when its backward is done.
+
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+    ...                      num_attention_heads=2, num_key_value_heads=1)
+    >>> model = seqbraid.parallelize(AutoModelForCausalLM.from_config(config))
+    >>> rows = [{"input_ids": [5, 6, 7]}], [{"input_ids": [8, 9]}, {"input_ids": [4]}]
+    >>> out = forward_backward(model, [seqbraid.pack(row, config) for row in rows])
+    >>> out.label_tokens, len(out.batch_losses)
+    (3, 2)
+    """
+    step = _step(step)
+    if agreed is None:
+        agreed = agree_on(model, step, divisor, seed)
+    divisor = agreed.label_tokens if divisor is None else divisor
+    total: Tensor | None = None
+    sums: list[Tensor] = []
+    for number, batch in enumerate(step.batches, start=1):
+        local = model.local_loss(batch.to(model.device), agreed.label_tokens, divisor, seed, loss)
+        if torch.is_grad_enabled():
+            local.loss.backward()
+        total = local.loss.detach() if total is None else total + local.loss.detach()
+        sums.append(local.sums)
+        del local
+        if after is not None:
+            after(number)
+    assert total is not None
+    return model.output(total, torch.stack(sums), agreed.label_tokens, divisor)
+
+
+def _step(step: Step | Sequence[PackedBatch]) -> Step:
+    found = step if isinstance(step, Step) else Step(list(step))
+    if not found.batches:
+        raise ValueError("a step without micro-batches: give at least one, the same number on every rank")
+    return found

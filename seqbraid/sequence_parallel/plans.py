@@ -1,0 +1,144 @@
+"""`RowPlans`: what the mixers of a rank must know of a row beside its layout, from its lengths alone.
+
+A plan is made once per row and shared by all layers: ahead of the step where `prepare` is told what a model
+will ask for, else when a layer first asks. It is the same plan either way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import SequenceLayout
+from ..ops.blocks import BlockPlan
+from .chain import ChainPlan
+from .gated_delta_bytes import HeadSizes, choose
+from .gated_delta_heads import HeadsPlan
+from .ring_plan import RingPlan
+from .ulysses import HeadPlan
+
+CPU = torch.device("cpu")
+
+
+class MixerNeeds(NamedTuple):
+    """What the mixers of a model will ask of a row's plans, as far as its config tells."""
+
+    windows: tuple[int | None, ...] = ()
+    """Of its softmax layers: a sliding window, or None for full attention."""
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    gated_delta: HeadSizes | None = None
+    """The heads of its gated-delta layers; None where it has none."""
+    conv_width: int = 0
+    itemsize: int = 4
+    """Bytes of an activation."""
+
+
+@dataclass(frozen=True)
+class RowPlans:
+    """The plans of one rank for one row."""
+
+    layout: SequenceLayout
+    rank: int
+    _rings: dict[tuple[int | None, bool, bool, float], RingPlan] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+    _chains: dict[torch.device, ChainPlan] = field(default_factory=dict, compare=False, repr=False)
+    _heads: dict[torch.device, HeadsPlan] = field(default_factory=dict, compare=False, repr=False)
+    _methods: dict[tuple[HeadSizes, int], str] = field(default_factory=dict, compare=False, repr=False)
+    _slots: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def prepare(self, needs: MixerNeeds) -> None:
+        """Make the plans that a model with these needs will ask for.
+
+        `ValueError` where a row cannot be split as it is for such a model.
+        """
+        self.slots(CPU)
+        ulysses = self.layout.ulysses
+        for window in needs.windows:
+            if ulysses == 1:
+                self.ring(window, True, True, needs.num_heads / needs.num_kv_heads)
+                continue
+            ratio = HeadPlan(needs.num_heads, needs.num_kv_heads, ulysses).query_heads_per_kv_head(
+                self.rank % ulysses
+            )
+            if sum(self.group_tokens):
+                self.ring(window, True, False, ratio)
+            if self.layout.whole_sequences(self.rank):
+                self.ring(window, False, True)
+        if needs.gated_delta is not None:
+            if self.method(needs.gated_delta, needs.itemsize) == "heads":
+                self.heads(CPU)
+            else:
+                self.chain(CPU).halo(needs.conv_width)
+
+    @property
+    def group_tokens(self) -> list[int]:
+        """Shared tokens of each rank of this rank's Ulysses group."""
+        first = self.rank // self.layout.ulysses * self.layout.ulysses
+        return [self.layout.num_shared_tokens(first + i) for i in range(self.layout.ulysses)]
+
+    def ring(self, window: int | None, shared: bool, whole: bool, query_heads: float = 1.0) -> RingPlan:
+        """Blocks and exchanges of this rank's shared tokens, of whole sequences behind them, or of both; with
+        so many query heads to a key head.
+        """
+        key = (window, shared, whole, query_heads)
+        if key not in self._rings:
+            sequences = self.layout.whole_sequences(self.rank) if whole else ()
+            if shared:
+                ring_rank = self.rank // self.layout.ulysses
+                self._rings[key] = RingPlan.of(self.layout, ring_rank, query_heads, window, sequences)
+            else:
+                lengths = [self.layout.lengths[i] for i in sequences]
+                starts = accumulate(lengths, initial=0)
+                self._rings[key] = RingPlan(
+                    BlockPlan.causal(list(zip(starts, lengths, strict=False)), window)
+                )
+        return self._rings[key]
+
+    def method(self, sizes: HeadSizes, itemsize: int) -> str:
+        """How gated-delta layers with these heads and activations exchange at the least cost.
+
+        From the layout alone, so that all ranks choose the same.
+        """
+        key = (sizes, itemsize)
+        if key not in self._methods:
+            self._methods[key] = choose(self.layout, *key)
+        return self._methods[key]
+
+    def chain(self, device: torch.device) -> ChainPlan:
+        """What this rank's segments send and receive in gated-delta layers, on a device."""
+        if CPU not in self._chains:
+            self._chains[CPU] = ChainPlan.of(self.layout, self.rank, CPU)
+        if device not in self._chains:
+            self._chains[device] = self._chains[CPU].to(device)
+        return self._chains[device]
+
+    def heads(self, device: torch.device) -> HeadsPlan:
+        """Which tokens of this rank are exchanged for heads in gated-delta layers, on a device."""
+        if CPU not in self._heads:
+            self._heads[CPU] = HeadsPlan.of(self.layout, self.rank)
+        if device not in self._heads:
+            self._heads[device] = self._heads[CPU].to(device)
+        return self._heads[device]
+
+    def slots(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """This rank's slots that are padding, and those that hold a token, on a device; None for both where
+        every slot holds one.
+        """
+        if CPU not in self._slots:
+            is_real = self.layout.index(self.rank) >= 0
+            rows = (is_real.logical_not().nonzero()[:, 0], is_real.nonzero()[:, 0])
+            self._slots[CPU] = (None, None) if is_real.all() else rows
+        if device not in self._slots:
+            padding, real = self._slots[CPU]
+            self._slots[device] = (
+                (None, None) if padding is None or real is None else (padding.to(device), real.to(device))
+            )
+        return self._slots[device]
