@@ -11,7 +11,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..comm.consensus import agree
+from ..comm.consensus import agree, check_alike, gather_objects
 from ..comm.whereabouts import Whereabouts
 from ..layout.packing import CostModel, level_rows
 from ..layout.streaming import OverLong
@@ -24,7 +24,6 @@ from .order import SampleOrder
 from .plan import BadSample, Draw, OnBadSample, PlannedStep, StepPlanner
 from .tasks import Encoder, Refused, Tasks
 from .texts import TEXT_BYTES, Texts
-from .together import check_alike, gather_objects
 from .workers import NoWorkers, Workers
 
 if TYPE_CHECKING:

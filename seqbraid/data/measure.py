@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ..comm.consensus import agree
+from ..comm.consensus import agree, gather_objects
 from ..comm.whereabouts import Stopped, Whereabouts
 from .order import SampleOrder
 from .plan import BAD, Measured
 from .tasks import Unmeasured
 from .texts import Texts
-from .together import gather_objects
 from .workers import NoWorkers, Result, Workers
 
 LOOK_S = 0.5

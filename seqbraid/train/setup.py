@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..comm.consensus import raised_by_all
 from ..comm.gpus import own_gpu
 from ..comm.rendezvous import join_job, set_timeouts
 from ..comm.whereabouts import Whereabouts
@@ -18,7 +19,6 @@ from ..data.loader import Loader
 from ..data.media_files import MediaFiles
 from ..data.processor import load_processor
 from ..data.source import Source, open_source
-from ..data.together import raised_by_all
 from ..distributed.api import parallelize
 from ..distributed.weights import spread_weights
 from ..layout.packing import CostModel

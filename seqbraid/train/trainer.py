@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..comm.consensus import check_alike, gather_objects, raised_by_all
 from ..comm.whereabouts import Stopped, Whereabouts
 from ..data.loader import StepData
-from ..data.together import check_alike, gather_objects, raised_by_all
 from ..mesh import Mesh
 from .batches import StepBatches, make_batches
 from .changes import changes
