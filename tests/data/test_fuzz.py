@@ -20,7 +20,7 @@ from seqbraid.data.media_files import MediaFiles
 from seqbraid.data.source import JsonlSource, Source, open_source
 from seqbraid.mesh import Mesh
 from seqbraid.verify.tiny_processor import tiny_training_model
-from tests import ranks
+from tests.helpers import ranks
 
 from .fuzz import Case, good_records, make_corpus, media_root
 

@@ -21,8 +21,8 @@ import torch
 from seqbraid import Mesh
 from seqbraid.data.loader import Loader, StepData
 from seqbraid.layout.packing import CostModel
-from tests import ranks
-from tests.data.toy import ListSource, ToyEncoder, ids, records
+from tests.helpers import ranks
+from tests.helpers.toy import ListSource, ToyEncoder, ids, records
 
 MESHES = [{"dp_shard": 2}, {"ring": 2}, {"dp_shard": 2, "ring": 2}]
 FATES = {3: "bad", 11: "not json", 17: "body", 20: "lie", 30: "media"}
@@ -468,7 +468,7 @@ ORPHANS = """
 import os, sys, time
 from seqbraid import Mesh
 from seqbraid.data.loader import Loader
-from tests.data.toy import ListSource, ToyEncoder, records
+from tests.helpers.toy import ListSource, ToyEncoder, records
 
 class Slow(ToyEncoder):
     def encode(self, record):

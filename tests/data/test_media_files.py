@@ -19,8 +19,7 @@ from seqbraid.data import decode_video
 from seqbraid.data.conversation import MediaRef
 from seqbraid.data.media_files import AudioInfo, MediaFiles, VideoInfo
 from seqbraid.data.resample import resample, resampled_length
-
-from .media import NUM_FRAMES, SIZE, frame, picture, png_chunk, write_good, write_video
+from tests.helpers.media import NUM_FRAMES, SIZE, frame, picture, png_chunk, write_good, write_video
 
 Image = pytest.importorskip("PIL.Image")
 soundfile = pytest.importorskip("soundfile")

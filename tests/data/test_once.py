@@ -21,10 +21,10 @@ from seqbraid.data.plan import Draw
 from seqbraid.data.tasks import Tasks, Unmeasured
 from seqbraid.data.texts import Texts
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES
-from tests import ranks
+from tests.helpers import ranks
+from tests.helpers.toy import ListSource, ToyEncoder, ids, records
 
 from .test_shared_media import encoder_for, record
-from .toy import ListSource, ToyEncoder, ids, records
 
 MESHES: list[dict[str, int]] = [{}, {"dp_shard": 2}, {"ring": 2}, {"dp_shard": 2, "ring": 2}, {"tp": 2}]
 FATES = {3: "bad", 11: "not json", 17: "body", 20: "lie", 30: "media", 31: "media"}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from seqbraid.data.order import SampleOrder
 from seqbraid.data.plan import BAD, Measured, PlannedStep, StepPlanner
-from tests.data.toy import records
+from tests.helpers.toy import records
 
 LENGTHS = [record["n"] for record in records(37)]
 

@@ -17,10 +17,9 @@ from seqbraid.data.pack import build_row
 from seqbraid.models.media import MediaInput
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES
 from seqbraid.verify.tiny_processor import tiny_training_model
-from tests import ranks
-
-from .media import write_good
-from .toy import ListSource
+from tests.helpers import ranks
+from tests.helpers.media import write_good
+from tests.helpers.toy import ListSource
 
 pytest.importorskip("PIL")
 pytest.importorskip("soundfile")

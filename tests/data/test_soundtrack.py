@@ -16,8 +16,7 @@ from seqbraid.data.pack import pack
 from seqbraid.data.soundtrack import track_header
 from seqbraid.models.media_tokens import audio_tokens
 from seqbraid.verify.tiny_processor import tiny_training_model
-
-from .media import write_sounding, write_video
+from tests.helpers.media import write_sounding, write_video
 
 pytest.importorskip("soundfile")
 pytest.importorskip("av")

@@ -15,7 +15,7 @@ from seqbraid.comm.whereabouts import Stopped, Whereabouts
 from seqbraid.data.loader import Loader
 from seqbraid.mesh import Mesh
 from tests.data.test_loader import data_workers
-from tests.data.toy import ListSource, ToyEncoder, ids, records
+from tests.helpers.toy import ListSource, ToyEncoder, ids, records
 
 FATE = "endless"
 

@@ -22,7 +22,7 @@ from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.samples import LENGTHS, random_samples
 from seqbraid.verify.tiny import tiny_model
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
-from tests import ranks
+from tests.helpers import ranks
 
 FAMILIES = ["llama", "qwen3_vl", "qwen3_5", "qwen3_moe"]
 SAME_ARITHMETIC = [

@@ -13,7 +13,7 @@ from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.distributed.weights import plain_name, spread_weights
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny_processor import tiny_training_model
-from tests import ranks
+from tests.helpers import ranks
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from seqbraid.models.dropout import drawn
 from seqbraid.train.lora import LoraOptions, add_lora
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 
 LENGTHS = (30, 5, 1, 64, 40, 17)
 

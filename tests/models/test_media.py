@@ -15,7 +15,7 @@ from seqbraid.models.media_tokens import audio_tokens
 from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.tiny import tiny_model
 from seqbraid.verify.tiny_media import tiny_media_config, tiny_media_model
-from tests.plain import relative
+from tests.helpers.plain import relative
 
 
 def sample(family: str, items: list[str], **changes: Any) -> dict[str, Any]:

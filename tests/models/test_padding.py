@@ -17,7 +17,7 @@ from seqbraid.verify.parity import check_parity
 from seqbraid.verify.reference import stock_step
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 
 
 class NoGradientAtZero(nn.Module):

@@ -17,7 +17,7 @@ from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from seqbraid.verify.reference import Measurement
 from seqbraid.verify.samples import LENGTHS, random_samples
 from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]
 LONG = (*LENGTHS, 1000)

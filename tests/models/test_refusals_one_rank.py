@@ -12,7 +12,7 @@ import seqbraid as sb
 from seqbraid import Mesh
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 from tests.models.test_refusals_ranks import step_on
 
 

@@ -14,7 +14,7 @@ from seqbraid import Mesh
 from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 
 
 def heads_that_do_not_divide() -> None:

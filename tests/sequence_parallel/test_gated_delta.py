@@ -21,7 +21,7 @@ from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.gated_delta import gated_delta_mixing, rule_with_states
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, states_bytes
 from seqbraid.sequence_parallel.gated_delta_layer import GatedDeltaLayer
-from tests import ranks
+from tests.helpers import ranks
 
 POLICIES = ("contiguous", "zigzag", "balanced")
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (1, 4), (4, 2), (8, 1)]

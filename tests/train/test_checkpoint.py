@@ -31,7 +31,7 @@ from seqbraid.train.checkpoint import files
 from seqbraid.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Failed, Published
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 
 STATE = {"schedule": {"step": 2}, "loader": {"buffer": [[3, 17], [4, 9]], "epoch": 1}, "best": None}
 

@@ -26,7 +26,7 @@ from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import COMMON, EXPERTS, tiny_model
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES, TEXT, tiny_media_config, tiny_media_model
 from seqbraid.verify.tiny_processor import tiny_training_model
-from tests import ranks
+from tests.helpers import ranks
 
 TEXT_FAMILIES = ["llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text"]
 

@@ -20,7 +20,7 @@ from seqbraid.verify.reference import stock_step
 from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
 from seqbraid.verify.tiny_media import mixed_samples, tiny_media_model
-from tests import ranks
+from tests.helpers import ranks
 
 
 def lora_model(family: str, **options: Any) -> PreTrainedModel:

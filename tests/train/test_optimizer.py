@@ -18,7 +18,7 @@ from seqbraid.train.optimizer import (
     make_optimizer,
 )
 from seqbraid.verify.tiny import tiny_model
-from tests.ranks import run
+from tests.helpers.ranks import run
 
 CONFIG = StepConfig(lr=1e-3, weight_decay=0.1, beta2=0.95)
 

@@ -41,7 +41,7 @@ from seqbraid.verify.reference import stock_step
 from seqbraid.verify.run import TEXT
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES
 from seqbraid.verify.tiny_processor import tiny_training_model
-from tests.ranks import run
+from tests.helpers.ranks import run
 from tests.train.test_export import raw, source
 from tests.train.test_train import EXAMPLES, losses, train
 

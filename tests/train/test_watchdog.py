@@ -25,7 +25,7 @@ from seqbraid.train.setup import make_mesh
 from seqbraid.train.stuck import Rank, describe, laggards
 from seqbraid.train.trainer import Trainer
 from seqbraid.train.watchdog import watched
-from tests.ranks import errors, run
+from tests.helpers.ranks import errors, run
 from tests.train.test_run_export import config, examples  # noqa: F401
 
 LIMIT_S = 4.0

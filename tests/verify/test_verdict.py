@@ -25,7 +25,7 @@ from seqbraid.verify.samples import random_samples
 from seqbraid.verify.tiny import tiny_model
 from seqbraid.verify.verdict import Line, Parity, compare
 from seqbraid.verify.wide import float32_is_float64, in_float64
-from tests import ranks
+from tests.helpers import ranks
 
 GOOD, BAD = Line("loss", 1e-7, 5e-7), Line("lm_head.weight", 3e-3, 1e-6)
 WIDE = Line("layers.2.A_log", 2e-3, 2.2e-3)
