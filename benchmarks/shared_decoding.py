@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.media_files import MediaFiles
+from seqbraid.data.media.files import MediaFiles
 from seqbraid.models.media import media_ranks
 from seqbraid.verify.tiny_processor import tiny_training_model
 

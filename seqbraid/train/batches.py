@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comm.consensus import gather_ints
-from ..data.loader import StepData
 from ..data.pack import pack
+from ..data.stream.loader import StepData
 from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from .flops import Media, ModelFlops

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..comm.whereabouts import Whereabouts
-from ..data.loader import Loader
+from ..data.stream.loader import Loader
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from .batches import make_batches

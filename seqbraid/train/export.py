@@ -120,7 +120,7 @@ def export_checkpoint(
     The run's folder knows the rest: `model/` has the config and the processor, `config.yaml` the checkpoint
     that the run started from and its adapters.
     """
-    from ..data.processor import load_processor
+    from ..data.media.processor import load_processor
     from ..distributed.api import parallelize
     from ..mesh import Mesh
     from .checkpoint.checkpoints import Checkpoints

@@ -15,10 +15,10 @@ from ..comm.gpus import own_gpu
 from ..comm.rendezvous import join_job, set_timeouts
 from ..comm.whereabouts import Whereabouts
 from ..data.encode import SampleEncoder
-from ..data.loader import Loader
-from ..data.media_files import MediaFiles
-from ..data.processor import load_processor
-from ..data.source import Source, open_source
+from ..data.media.files import MediaFiles
+from ..data.media.processor import load_processor
+from ..data.records.source import Source, open_source
+from ..data.stream.loader import Loader
 from ..distributed.api import parallelize
 from ..distributed.weights import spread_weights
 from ..layout.packing import CostModel

@@ -12,7 +12,7 @@ import torch
 
 from ..comm.consensus import check_alike, gather_objects, raised_by_all
 from ..comm.whereabouts import Stopped, Whereabouts
-from ..data.loader import StepData
+from ..data.stream.loader import StepData
 from ..mesh import Mesh
 from .batches import StepBatches, make_batches
 from .changes import changes

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, tra
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ..data.processor import VIDEO_PROCESSORS, VideoSettings, make_processor
+from ..data.media.processor import VIDEO_PROCESSORS, VideoSettings, make_processor
 from .run import TEXT
 from .tiny import tiny_config
 from .tiny_media import MEDIA_FAMILIES, tiny_media_class, tiny_media_config

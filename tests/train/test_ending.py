@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from seqbraid.data.loader import StepData
+from seqbraid.data.stream.loader import StepData
 from seqbraid.train.checkpoint import files
 from seqbraid.train.config import CheckpointConfig, TrainConfig, to_yaml
 from seqbraid.train.ending import PREEMPTED, UNSAVED

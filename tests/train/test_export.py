@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
 from seqbraid import Mesh
-from seqbraid.data.processor import load_processor
+from seqbraid.data.media.processor import load_processor
 from seqbraid.train.export import export, export_checkpoint
 from seqbraid.train.lora import LoraOptions, add_lora
 from seqbraid.train.weights import empty_model, fingerprint, load_stock, read_headers

@@ -23,9 +23,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from seqbraid.cli import main
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.media_files import MediaFiles
+from seqbraid.data.media.files import MediaFiles
+from seqbraid.data.media.processor import load_processor
 from seqbraid.data.pack import pack
-from seqbraid.data.processor import load_processor
 from seqbraid.train.config import (
     DataConfig,
     LogConfig,

@@ -438,7 +438,7 @@ def _poison(trainer: Trainer) -> None:
 TOLD_TO_END = """
 import os, signal, time
 from seqbraid import Mesh
-from seqbraid.data.loader import Loader
+from seqbraid.data.stream.loader import Loader
 from tests.helpers.toy import ListSource, ToyEncoder, records
 
 asked = []

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from seqbraid.data.media_files import MediaFiles
-from seqbraid.data.media_items import MediaOptions
+from seqbraid.data.media.files import MediaFiles
+from seqbraid.data.media.items import MediaOptions
 from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.mesh import Mesh
 from seqbraid.train.config import CheckpointConfig, DataConfig, LoraConfig, TrainConfig

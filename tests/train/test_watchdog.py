@@ -19,7 +19,7 @@ import pytest
 from torch import nn
 
 from seqbraid.comm.heartbeat import Seen
-from seqbraid.data.workers import Workers
+from seqbraid.data.stream.workers import Workers
 from seqbraid.train.config import MeshConfig, TimeoutConfig, TrainConfig
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.stuck import Rank, describe, laggards

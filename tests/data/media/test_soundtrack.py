@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seqbraid.data import decode_audio
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.media_files import AudioInfo, MediaFiles
+from seqbraid.data.media import decode_audio
+from seqbraid.data.media.files import AudioInfo, MediaFiles
+from seqbraid.data.media.soundtrack import track_header
 from seqbraid.data.pack import pack
-from seqbraid.data.soundtrack import track_header
 from seqbraid.models.media_tokens import audio_tokens
 from seqbraid.verify.tiny_processor import tiny_training_model
 from tests.helpers.media import write_sounding, write_video

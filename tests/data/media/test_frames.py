@@ -12,8 +12,8 @@ import torch
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.utils import is_torchvision_available
 
-from seqbraid.data.frames import DEFAULTS, FrameRules
-from seqbraid.data.processor import VideoSettings, load_processor
+from seqbraid.data.media.frames import DEFAULTS, FrameRules
+from seqbraid.data.media.processor import VideoSettings, load_processor
 from seqbraid.verify.tiny_processor import tiny_training_model
 
 KINDS = tuple(DEFAULTS)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqbraid.data import decode_video
-from seqbraid.data.conversation import MediaRef
-from seqbraid.data.media_files import AudioInfo, MediaFiles, VideoInfo
-from seqbraid.data.resample import resample, resampled_length
+from seqbraid.data.media import decode_video
+from seqbraid.data.media.files import AudioInfo, MediaFiles, VideoInfo
+from seqbraid.data.media.resample import resample, resampled_length
+from seqbraid.data.records.conversation import MediaRef
 from tests.helpers.media import NUM_FRAMES, SIZE, frame, picture, png_chunk, write_good, write_video
 
 Image = pytest.importorskip("PIL.Image")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.data.conversation import Conversation, MediaRef, Turn, check_ignored, parse_conversation
+from seqbraid.data.records.conversation import Conversation, MediaRef, Turn, check_ignored, parse_conversation
 
 USER = {"role": "user", "content": "Which?"}
 ANSWER = {"role": "assistant", "content": "This."}

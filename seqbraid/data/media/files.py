@@ -20,11 +20,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ..records.parts import Kind, MediaRef
 from . import decode_audio, decode_image, decode_video
 from .decode_audio import AudioInfo
 from .decode_video import VideoInfo
 from .download import download
-from .parts import Kind, MediaRef
 
 __all__ = ["AudioInfo", "MediaFiles", "VideoInfo"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from seqbraid.comm.whereabouts import Stopped, Whereabouts
-from seqbraid.data.loader import Loader
+from seqbraid.data.stream.loader import Loader
 from seqbraid.mesh import Mesh
-from tests.data.test_loader import data_workers
+from tests.data.stream.test_loader import data_workers
 from tests.helpers.toy import ListSource, ToyEncoder, ids, records
 
 FATE = "endless"

@@ -11,12 +11,12 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..comm.consensus import agree, check_alike, gather_objects
-from ..comm.whereabouts import Whereabouts
-from ..layout.packing import CostModel, level_rows
-from ..layout.streaming import OverLong
-from ..mesh import Mesh
-from ..models.media import media_ranks
+from ...comm.consensus import agree, check_alike, gather_objects
+from ...comm.whereabouts import Whereabouts
+from ...layout.packing import CostModel, level_rows
+from ...layout.streaming import OverLong
+from ...mesh import Mesh
+from ...models.media import media_ranks
 from .encoding import Encoding, begin
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring, raise_if_stopped, stopped
@@ -27,7 +27,7 @@ from .texts import TEXT_BYTES, Texts
 from .workers import NoWorkers, Workers
 
 if TYPE_CHECKING:
-    from .source import Source
+    from ..records.source import Source
 
 STATE_FORMAT = 2  # 1 had none, and packed samples of several epochs together
 

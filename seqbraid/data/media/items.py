@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from ..models.families import MediaFamily
-from ..models.media import MediaSize
-from ..models.media_tokens import times
+from ...models.families import MediaFamily
+from ...models.media import MediaSize
+from ...models.media_tokens import times
+from ..records.parts import MediaRef
+from .files import MediaFiles
 from .frames import FrameRules, Grid
-from .media_files import MediaFiles
-from .parts import MediaRef
 
 IMAGE_OPTIONS = ("min_pixels", "max_pixels")
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.data.order import SampleOrder
-from seqbraid.data.plan import BAD, Measured, PlannedStep, StepPlanner
+from seqbraid.data.stream.order import SampleOrder
+from seqbraid.data.stream.plan import BAD, Measured, PlannedStep, StepPlanner
 from tests.helpers.toy import records
 
 LENGTHS = [record["n"] for record in records(37)]

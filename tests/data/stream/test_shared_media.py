@@ -11,9 +11,9 @@ import torch
 
 import seqbraid as sb
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.loader import Loader
-from seqbraid.data.media_files import MediaFiles
+from seqbraid.data.media.files import MediaFiles
 from seqbraid.data.pack import build_row
+from seqbraid.data.stream.loader import Loader
 from seqbraid.models.media import MediaInput
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES
 from seqbraid.verify.tiny_processor import tiny_training_model

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqbraid.data import prefixes
-from seqbraid.data.chat import ChatTemplate
-from seqbraid.data.conversation import parse_conversation
+from seqbraid.data.chat import prefixes
+from seqbraid.data.chat.template import ChatTemplate
 from seqbraid.data.encode import _within
-from seqbraid.data.plain_json import parse_json
+from seqbraid.data.records.conversation import parse_conversation
+from seqbraid.data.records.plain_json import parse_json
 from seqbraid.verify.tiny_processor import tiny_training_model
 
 from .test_chat import CHATML, LLAMA3, MISTRAL, PHI, QWEN3, chat_of, said

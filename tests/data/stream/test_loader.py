@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from seqbraid import Mesh
-from seqbraid.data.loader import Loader, StepData
+from seqbraid.data.stream.loader import Loader, StepData
 from seqbraid.layout.packing import CostModel
 from tests.helpers import ranks
 from tests.helpers.toy import ListSource, ToyEncoder, ids, records
@@ -467,7 +467,7 @@ def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
 ORPHANS = """
 import os, sys, time
 from seqbraid import Mesh
-from seqbraid.data.loader import Loader
+from seqbraid.data.stream.loader import Loader
 from tests.helpers.toy import ListSource, ToyEncoder, records
 
 class Slow(ToyEncoder):
@@ -488,7 +488,7 @@ if __name__ == "__main__":
 def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "orphans.py"
     script.write_text(ORPHANS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])}
     with subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..comm.consensus import agree
-from ..printable import printable
+from ...comm.consensus import agree
+from ...printable import printable
 from .plan import BadSample, Draw
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..comm.group import Group
-from ..mesh import Mesh
+from ...comm.group import Group
+from ...mesh import Mesh
 from .plan import Draw
 
 TEXT_BYTES = 256 << 20

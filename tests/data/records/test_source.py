@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.data import jsonl
-from seqbraid.data.jsonl import JsonlSource
-from seqbraid.data.source import DatasetSource, open_source
+from seqbraid.data.records import jsonl
+from seqbraid.data.records.jsonl import JsonlSource
+from seqbraid.data.records.source import DatasetSource, open_source
 
 
 @settings(max_examples=150, deadline=None)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .chat_spans import MarkedConversation, Message, Span, all_texts
-from .conversation import Conversation, Turn
+from ..records.conversation import Conversation, Turn
+from .spans import MarkedConversation, Message, Span, all_texts
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout.streaming import OverLong, StreamingPacker
+from ...layout.streaming import OverLong, StreamingPacker
 from .order import SampleOrder
 
 OnBadSample = Literal["error", "skip"]

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..layout.streaming import truncate_sample
+from ...layout.streaming import truncate_sample
 from .plan import BAD, Draw, Measured
 from .texts import compact
 
 if TYPE_CHECKING:
-    from .source import Source
+    from ..records.source import Source
 
 LONGEST = 2**31 - 1
 IGNORE = -100

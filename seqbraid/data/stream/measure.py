@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ..comm.consensus import agree, gather_objects
-from ..comm.whereabouts import Stopped, Whereabouts
+from ...comm.consensus import agree, gather_objects
+from ...comm.whereabouts import Stopped, Whereabouts
 from .order import SampleOrder
 from .plan import BAD, Measured
 from .tasks import Unmeasured

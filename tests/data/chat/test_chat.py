@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.data.chat import ChatTemplate
-from seqbraid.data.conversation import parse_conversation
+from seqbraid.data.chat.template import ChatTemplate
+from seqbraid.data.records.conversation import parse_conversation
 from seqbraid.verify.tiny_processor import tiny_tokenizer
 
 CHATML = """\

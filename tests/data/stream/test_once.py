@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from seqbraid import Mesh
-from seqbraid.data.loader import Loader, StepData
-from seqbraid.data.plan import Draw
-from seqbraid.data.tasks import Tasks, Unmeasured
-from seqbraid.data.texts import Texts
+from seqbraid.data.stream.loader import Loader, StepData
+from seqbraid.data.stream.plan import Draw
+from seqbraid.data.stream.tasks import Tasks, Unmeasured
+from seqbraid.data.stream.texts import Texts
 from seqbraid.verify.tiny_media import MEDIA_FAMILIES
 from tests.helpers import ranks
 from tests.helpers.toy import ListSource, ToyEncoder, ids, records

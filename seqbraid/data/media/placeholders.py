@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .chat_spans import Span
-from .parts import Kind
+from ..chat.spans import Span
+from ..records.parts import Kind
 
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 
