@@ -19,12 +19,12 @@ from ..data.media.files import MediaFiles
 from ..data.media.processor import load_processor
 from ..data.records.source import Source, open_source
 from ..data.stream.loader import Loader
+from ..data.tiny import tiny_training_model
 from ..distributed.api import parallelize
 from ..distributed.weights import spread_weights
 from ..layout.packing import CostModel
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
-from ..verify.tiny_processor import tiny_training_model
 from .config import DataConfig, TrainConfig
 from .freeze import freeze
 from .lora import LoraOptions, add_lora

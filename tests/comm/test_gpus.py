@@ -15,10 +15,10 @@ import seqbraid as sb
 from seqbraid.cli import main
 from seqbraid.comm.gpus import Claim, problem
 from seqbraid.comm.rendezvous import join_job
+from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.config import MeshConfig, TrainConfig
 from seqbraid.train.demo.training import Settings, train_split
 from seqbraid.train.setup import make_device, make_mesh
-from seqbraid.verify.tiny import tiny_model
 from tests.helpers.fake_gpus import fake_gpus, free_port
 from tests.helpers.ranks import errors, run
 

@@ -22,9 +22,9 @@ from seqbraid.data.encode import SampleEncoder
 from seqbraid.data.media.files import AudioInfo, MediaFiles
 from seqbraid.data.media.processor import VideoSettings, load_processor
 from seqbraid.data.pack import pack
+from seqbraid.data.tiny import VOCABULARY, tiny_training_model
 from seqbraid.models.positions import sample_positions
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES
-from seqbraid.verify.tiny_processor import VOCABULARY, tiny_training_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES
 
 soundfile = pytest.importorskip("soundfile")
 av = pytest.importorskip("av")

@@ -10,8 +10,8 @@ import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.lora import LoraOptions, add_lora
-from seqbraid.verify.samples import random_samples
 from tests.helpers import ranks
 from tests.models.tiny_types import tiny_type_model
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqbraid.data.chat.template import ChatTemplate
 from seqbraid.data.records.conversation import parse_conversation
-from seqbraid.verify.tiny_processor import tiny_tokenizer
+from seqbraid.data.tiny import tiny_tokenizer
 
 CHATML = """\
 {%- for m in messages -%}

@@ -14,7 +14,7 @@ from seqbraid.data.chat.template import ChatTemplate
 from seqbraid.data.encode import _within
 from seqbraid.data.records.conversation import parse_conversation
 from seqbraid.data.records.plain_json import parse_json
-from seqbraid.verify.tiny_processor import tiny_training_model
+from seqbraid.data.tiny import tiny_training_model
 
 from .test_chat import CHATML, LLAMA3, MISTRAL, PHI, QWEN3, chat_of, said
 

@@ -14,7 +14,7 @@ from transformers.utils import is_torchvision_available
 
 from seqbraid.data.media.frames import DEFAULTS, FrameRules
 from seqbraid.data.media.processor import VideoSettings, load_processor
-from seqbraid.verify.tiny_processor import tiny_training_model
+from seqbraid.data.tiny import tiny_training_model
 
 KINDS = tuple(DEFAULTS)
 TINY: dict[str, Any] = {

@@ -14,8 +14,8 @@ from seqbraid.data.media import decode_audio
 from seqbraid.data.media.files import AudioInfo, MediaFiles
 from seqbraid.data.media.soundtrack import track_header
 from seqbraid.data.pack import pack
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.models.media_tokens import audio_tokens
-from seqbraid.verify.tiny_processor import tiny_training_model
 from tests.helpers.media import write_sounding, write_video
 
 pytest.importorskip("soundfile")

@@ -20,7 +20,7 @@ from seqbraid.data.stream.loader import Loader, StepData
 from seqbraid.data.stream.plan import Draw
 from seqbraid.data.stream.tasks import Tasks, Unmeasured
 from seqbraid.data.stream.texts import Texts
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES
+from seqbraid.models.tiny.media import MEDIA_FAMILIES
 from tests.helpers import ranks
 from tests.helpers.toy import ListSource, ToyEncoder, ids, records
 

@@ -14,9 +14,9 @@ from seqbraid.data.encode import SampleEncoder
 from seqbraid.data.media.files import MediaFiles
 from seqbraid.data.pack import build_row
 from seqbraid.data.stream.loader import Loader
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.models.media import MediaInput
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES
-from seqbraid.verify.tiny_processor import tiny_training_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES
 from tests.helpers import ranks
 from tests.helpers.media import write_good
 from tests.helpers.toy import ListSource

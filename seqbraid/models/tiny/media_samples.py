@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.media_tokens import (
-    AUDIO,
-    TEXT,
-    VIDEO,
-    audio_tokens,
-    media_config,
-    num_media_tokens,
-    token_types,
-)
+from ..media_tokens import AUDIO, TEXT, VIDEO, audio_tokens, media_config, num_media_tokens, token_types
 
 ITEMS = {"vision": ("image", "video"), "omni": ("image", "video", "audio", "video with audio")}
 """What a sample can hold; `image` and `video` are known to all."""

@@ -11,10 +11,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, tra
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Tokenizer, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from ..data.media.processor import VIDEO_PROCESSORS, VideoSettings, make_processor
-from .run import TEXT
-from .tiny import tiny_config
-from .tiny_media import MEDIA_FAMILIES, tiny_media_class, tiny_media_config
+from ..models.tiny.decoders import tiny_config
+from ..models.tiny.media import MEDIA_FAMILIES, TEXT_MODELS, tiny_media_class, tiny_media_config
+from .media.processor import VIDEO_PROCESSORS, VideoSettings, make_processor
 
 BPE_TOKENS = 384
 VOCABULARY = 400
@@ -98,17 +97,17 @@ def tiny_training_model(
         seed: of the weights.
         dtype: of the weights.
     """
-    if name not in MEDIA_FAMILIES and name not in TEXT:
-        raise ValueError(f"unknown model {name!r}; known are {', '.join([*MEDIA_FAMILIES, *TEXT])}")
+    if name not in MEDIA_FAMILIES and name not in TEXT_MODELS:
+        raise ValueError(f"unknown model {name!r}; known are {', '.join([*MEDIA_FAMILIES, *TEXT_MODELS])}")
     is_media = name in MEDIA_FAMILIES
     tokenizer = tiny_tokenizer(with_media=is_media)
-    config = tiny_media_config(name) if is_media else tiny_config(TEXT[name])
+    config = tiny_media_config(name) if is_media else tiny_config(TEXT_MODELS[name])
     _prepare(config, tokenizer)
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model = tiny_media_class(name)(config) if is_media else AutoModelForCausalLM.from_config(config)
     torch.random.set_rng_state(state)
-    if TEXT.get(name) != "gpt_oss":
+    if TEXT_MODELS.get(name) != "gpt_oss":
         model.set_attn_implementation("sdpa")
     return model.to(dtype).train(), tiny_processor(name, tokenizer) if is_media else tokenizer
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .decoders import COMMON, EXPERTS, FAMILIES, GATED_DELTA, SHARED_EXPERT, shake
 from .media_samples import item_kinds, media_sample
-from .tiny import COMMON, EXPERTS, GATED_DELTA, SHARED_EXPERT, shake
 
 VOCABULARY = 120
 IDS = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
@@ -96,6 +96,9 @@ MEDIA_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 """Name to module of transformers, class pattern, and config."""
+
+TEXT_MODELS = {f"{name}_text" if name in MEDIA_FAMILIES else name: name for name in FAMILIES}
+"""Tiny text models by the name they have on the command line: a media model of the same name goes first."""
 
 
 def tiny_media_config(family: str, **changes: dict[str, Any]) -> Any:
