@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from seqbraid.ops import conv, gated_delta_fla
-from seqbraid.ops.gated_delta import GatedDeltaCall, RuleOptions
+from seqbraid.ops.gated_delta import GatedDeltaCall
+from seqbraid.ops.gated_delta_call import RuleOptions
 from seqbraid.ops.gated_delta_fla import FlaGatedDeltaCall, Pieces
 from tests.helpers.plain import relative
 
