@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from seqbraid import Mesh, pack, parallelize
-from seqbraid.verify.samples import random_samples
+from seqbraid.models.tiny.samples import random_samples
 
 
 class LargestTensor(TorchDispatchMode):

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from seqbraid import BraidedModel, PackedBatch, pack, parallelize
 from seqbraid.distributed import offload
 from seqbraid.distributed.memory import MemoryOptions
-from seqbraid.verify.samples import random_samples
+from seqbraid.models.tiny.samples import random_samples
 
 MIB = 2**20
 

@@ -19,9 +19,9 @@ import numpy as np
 from PIL import Image
 
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.media_files import MediaFiles
+from seqbraid.data.media.files import MediaFiles
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.models.media import media_ranks
-from seqbraid.verify.tiny_processor import tiny_training_model
 
 
 def make_media(root: Path, num_videos: int, num_pictures: int) -> list[dict[str, Any]]:

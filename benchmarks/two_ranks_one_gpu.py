@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from seqbraid import Mesh, pack
 from seqbraid.models.braided import BraidedModel
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_config
+from seqbraid.models.tiny.decoders import tiny_config
+from seqbraid.models.tiny.samples import random_samples
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 257, 4000)
 SIZES = {

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import seqbraid as sb
 from benchmarks import memory_per_rank
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
 
 PRELOADED = ("transformers.models.llama.modeling_llama", "seqbraid.distributed.api", "seqbraid.data.pack")
 """What ranks would otherwise import one by one."""

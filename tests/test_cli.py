@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from seqbraid.cli import main
-from seqbraid.verify.tiny import tiny_config
+from seqbraid.models.tiny.decoders import tiny_config
 
 
 def test_layout_prints_a_table_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

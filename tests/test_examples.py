@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from seqbraid.train.config import MeshConfig, TrainConfig, load_config
-from tests.ranks import run
+from tests.helpers.ranks import run
 from tests.train.test_train import furthest, losses, train
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

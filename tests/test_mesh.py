@@ -13,7 +13,7 @@ import torch.distributed as dist
 from seqbraid import Mesh
 from seqbraid.mesh import AXES, TABLE
 from seqbraid.train.config import MeshConfig
-from tests import ranks
+from tests.helpers import ranks
 
 
 def test_every_rank_has_its_own_place_and_ulysses_ranks_are_neighbours() -> None:

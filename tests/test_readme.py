@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
 
 
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,82 +1,211 @@
-"""Lower rooms never import higher ones."""
+"""Lower rooms never import higher ones, and no late import hides that they do."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).parent.parent / "seqbraid"
 
-ALLOWED = {
+STEP = {"layout", "ops", "comm", "mesh"}
+MODEL = STEP | {"sequence_parallel", "models"}
+DATA = {"data", "data/records", "data/chat", "data/media", "data/stream"}
+BELOW = MODEL | DATA | {"models/tiny", "data/tiny", "plan", "distributed", "printable"}
+
+ALLOWED: dict[str, set[str]] = {
     "layout": set(),
     "ops": set(),
     "comm": set(),
     "printable": set(),
     "mesh": {"comm"},
-    "sequence_parallel": {"layout", "ops", "comm", "mesh"},
-    "models": {"sequence_parallel", "layout", "ops", "comm", "mesh"},
-    "data": {"layout", "models", "mesh", "comm", "printable"},
-    "distributed": {"models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
-    "train": {
-        "data",
-        "distributed",
-        "models",
-        "sequence_parallel",
+    "sequence_parallel": STEP,
+    "models": STEP | {"sequence_parallel"},
+    "models/tiny": {"models"},
+    "data/records": set(),
+    "data/chat": {"data/records"},
+    "data/media": {"data/records", "data/chat", "models"},
+    "data/stream": {"data/records", "layout", "comm", "mesh", "models", "printable"},
+    "data": {
+        "data/records",
+        "data/chat",
+        "data/media",
         "layout",
-        "ops",
         "comm",
         "mesh",
-        "verify",
-        "printable",
+        "sequence_parallel",
+        "models",
     },
-    "verify": {"data", "distributed", "models", "sequence_parallel", "layout", "ops", "comm", "mesh"},
-    "plan": {"layout", "mesh"},
+    "data/tiny": {"data/media", "models/tiny"},
+    "plan": {"layout", "mesh", "models"},
+    "distributed": MODEL | {"plan"},
+    "train": BELOW,
+    "train/report": {"train"},
+    "train/demo": BELOW | {"train", "train/report"},
+    "verify": BELOW - {"printable"},
     "doctor": {"ops"},
 }
-"""Room to the rooms it may import, as the design has it; the package's front and `cli` may import all."""
+"""Room to the rooms it may import beside itself, as the design has it; the package's front and `cli` may
+import all. A file or folder within a room may be a room of its own, and then is not of the one around it."""
+
+OPTIONAL = {
+    *("PIL", "av", "soundfile"),  # media
+    *("datasets", "peft", "sklearn", "fla"),
+    *("jsonargparse", "yaml", "torch.utils.tensorboard", "wandb", "mlflow", "trackio"),  # runs
+    "resource",  # not on Windows
+}
+"""Packages that may be absent, and so may be imported within a function."""
+
+SLOW = {"torch", "transformers", "rich", "huggingface_hub"}
+"""Packages that take long to import, and are imported within a function where many callers do without."""
+
+LATE = {"ops.merge_triton", "ops.cross_entropy_triton", "ops.gated_delta_triton"}
+"""Files of ours that need an optional package to be imported at all. No other file of ours is imported late,
+but by the package's front and by `cli`, whose commands import what they run."""
+
+FRONT = ("__init__", "__main__", "cli")
 
 
-def imported_rooms(path: Path, package: Path = PACKAGE) -> set[str]:
-    """The rooms of this package that a file imports, wherever in the file."""
+class Import(NamedTuple):
+    """What a file imports: a module of ours by its name below the package, or another's package."""
+
+    ours: bool
+    target: str
+    line: int
+    late: bool
+    """Within a function."""
+
+
+def module_of(path: Path, package: Path = PACKAGE) -> str:
+    """`ops.conv` for a file, `ops` for the `__init__` of a folder."""
+    return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path, package: Path = PACKAGE) -> list[Import]:
+    """All imports of a file: of every form, wherever they stand, and by name through `import_module`."""
     parts = path.relative_to(package).with_suffix("").parts
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            module = (node.module or "").split(".") if node.module else []
-            if node.level:
-                base = list(parts[: len(parts) - node.level])
-                targets = [[*base, *module, alias.name] for alias in node.names]
-            elif module[:1] == ["seqbraid"]:
-                targets = [[*module[1:], alias.name] for alias in node.names]
-            else:
-                continue
-        elif isinstance(node, ast.Import):
-            targets = [a.name.split(".")[1:] for a in node.names if a.name.split(".")[0] == "seqbraid"]
-        else:
-            continue
-        found |= {target[0] for target in targets if target}
+    found = []
+    for node, late in _nodes(ast.parse(path.read_text(encoding="utf-8")), False):
+        for name in _imported(node, parts):
+            ours = name.split(".")[0] == "seqbraid"
+            found.append(Import(ours, name.removeprefix("seqbraid.") if ours else name, node.lineno, late))
     return found
+
+
+def _nodes(node: ast.AST, late: bool) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.expr):
+            yield child, late
+        yield from _nodes(
+            child, late or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        )
+
+
+def _imported(node: ast.stmt | ast.expr, parts: tuple[str, ...]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = ["seqbraid", *parts[: len(parts) - node.level]] if node.level else []
+        base += node.module.split(".") if node.module else []
+        return [".".join([*base, alias.name]) for alias in node.names]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        name = str(node.args[0].value)
+        if function in ("import_module", "__import__"):
+            assert not name.startswith("."), "name the module in full"
+            return [name]
+    return []
+
+
+def room_of(module: str) -> str:
+    """The innermost room that a module or a name in one is in."""
+    parts = module.split(".")
+    rooms = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((room for room in rooms if room in ALLOWED), parts[0])
+
+
+def files() -> list[Path]:
+    """All files below the package's front."""
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if module_of(path) not in FRONT]
 
 
 def test_every_room_keeps_to_what_it_may_import() -> None:
     seen = set()
-    for path in PACKAGE.rglob("*.py"):
-        room = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        if room in ("__init__", "__main__", "cli"):
-            continue
+    for path in files():
+        room = room_of(module_of(path))
         assert room in ALLOWED, f"{path} is in no room of the design"
         seen.add(room)
-        wrong = imported_rooms(path) - ALLOWED[room] - {room}
-        assert not wrong, f"{path.relative_to(PACKAGE)} imports {wrong}; {room} may import {ALLOWED[room]}"
-    assert {"layout", "ops", "mesh", "models", "data", "distributed", "verify"} <= seen
+        for found in imports(path):
+            other = room_of(found.target)
+            assert not found.ours or other == room or other in ALLOWED[room], (
+                f"{path}:{found.line} imports {found.target}; {room} may import {sorted(ALLOWED[room])}"
+            )
+    assert seen | {"plan"} == ALLOWED.keys()
 
 
-def test_the_rule_sees_imports_of_every_form(tmp_path: Path) -> None:
-    room = tmp_path / "layout"
-    room.mkdir()
-    file = room / "bad.py"
+def test_late_imports_are_of_what_may_be_absent_or_takes_long() -> None:
+    for path in files():
+        for found in imports(path):
+            if not found.late:
+                continue
+            if found.ours:
+                fits = any(f"{found.target}.".startswith(f"{module}.") for module in LATE)
+            else:
+                fits = any(f"{found.target}.".startswith(f"{package}.") for package in OPTIONAL | SLOW)
+            assert fits, f"{path}:{found.line} imports {found.target} within a function; why not at the top?"
+
+
+def cycles(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import themselves in the end, through others."""
+    left = {module: others & graph.keys() for module, others in graph.items()}
+    while free := [module for module, others in left.items() if not others & left.keys()]:
+        for module in free:
+            del left[module]
+    while free := [m for m in left if not any(m in others for others in left.values())]:
+        for module in free:
+            del left[module]
+    return sorted(left)
+
+
+def test_no_files_import_each_other() -> None:
+    modules = {module_of(path): path for path in files()}
+    graph = {
+        module: {
+            found.target if found.target in modules else found.target.rpartition(".")[0]
+            for found in imports(path)
+            if found.ours
+        }
+        for module, path in modules.items()
+    }
+    assert graph["data.stream.loader"] >= {"data.stream.plan", "data.records.source", "mesh"}
+    assert not cycles(graph), "these import each other"
+
+
+def test_a_cycle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a", "d"}}
+    assert cycles(graph) == ["b", "c"]
+
+
+def test_every_room_says_in_two_sentences_what_lives_there() -> None:
+    for room in sorted({path.parent for path in files()} - {PACKAGE}):
+        words = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
+        assert words and len(re.findall(r"\.(?=\s|$)", words)) >= 2, f"{room}: {words}"
+
+
+def test_imports_of_every_form_are_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "layout"
+    folder.mkdir()
+    file = folder / "bad.py"
     file.write_text(
         "from ..models.batch import Row\nfrom .. import train\nimport seqbraid.verify.run\n"
-        "def f():\n    from seqbraid.data import pack\nfrom .dense import x\n"
+        "def f():\n    from seqbraid.data import pack\n    import_module('seqbraid.data.stream')\n"
+        "from .dense import x\nimport numpy.linalg\n"
     )
-    assert imported_rooms(file, tmp_path) == {"models", "train", "verify", "data", "layout"}
+    found = imports(file, tmp_path)
+    early = [one.target for one in found if one.ours and not one.late]
+    assert early == ["models.batch.Row", "train", "verify.run", "layout.dense.x"]
+    assert [one.target for one in found if one.ours and one.late] == ["data.pack", "data.stream"]
+    assert [one.target for one in found if not one.ours] == ["numpy.linalg"]
+    assert [room_of(one.target) for one in found if one.late] == ["data", "data/stream"]

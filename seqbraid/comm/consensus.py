@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 FEWEST = 8
 """Numbers that `agree` sends at least, beside its own."""
@@ -21,6 +25,15 @@ def gather_ints(handle: dist.ProcessGroup | None, values: Sequence[int]) -> list
 def gather_floats(handle: dist.ProcessGroup | None, values: Sequence[float]) -> list[list[float]]:
     """What every rank of a (CPU) process group brings, to the last bit, in rank order."""
     return _gather(handle, torch.tensor(list(values), dtype=torch.float64))
+
+
+def gather_objects(handle: dist.ProcessGroup | None, value: T) -> list[T]:
+    """What every rank of a (CPU) process group brings, in rank order."""
+    if handle is None:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(handle)
+    dist.all_gather_object(found, value, group=handle)
+    return found
 
 
 def _gather(handle: dist.ProcessGroup | None, own: torch.Tensor) -> list[Any]:
@@ -56,6 +69,35 @@ def agree(
         dist.all_gather_object(of_ranks, alike, group=handle)
         raise ValueError(_difference([of_rank or {} for of_rank in of_ranks]))
     return [row[2 : 2 + len(values)] for row in found]
+
+
+@contextmanager
+def raised_by_all(handle: dist.ProcessGroup | None) -> Iterator[None]:
+    """What goes wrong within on one rank is raised by every one; nothing within may wait for another rank."""
+    error = None
+    try:
+        yield
+    except Exception as problem:
+        error = problem
+    agree(handle, error)
+
+
+def check_alike(handle: dist.ProcessGroup | None, values: Mapping[str, Any]) -> None:
+    """Raise on every rank unless all have the same values: else they would wait for each other for ever."""
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).digest()
+    if len({row[0] for row in gather_ints(handle, [int.from_bytes(digest[:7], "little")])}) == 1:
+        return
+    of_ranks = gather_objects(handle, values)
+    rank, name = next(
+        (rank, name)
+        for rank, of_rank in enumerate(of_ranks)
+        for name in values
+        if of_rank[name] != of_ranks[0][name]
+    )
+    raise ValueError(
+        f"rank {rank} has {name}={of_ranks[rank][name]!r} but rank 0 has {of_ranks[0][name]!r}; all ranks "
+        "need the same data and settings"
+    )
 
 
 def _raise(handle: dist.ProcessGroup | None, error: Exception | None, size: int) -> NoReturn:

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from ..models.families import family_of
 from ..models.media import media_cost
 from ..models.media_tokens import Ints, audio_tokens, media_config, num_media_tokens
-from .chat import ChatTemplate
-from .chat_spans import Span
-from .conversation import Conversation, check_ignored, parse_conversation
-from .frames import Grid
-from .media_files import MediaFiles
-from .media_items import ClipItem, MediaItems, MediaOptions, MediaReader, VideoItem
-from .placeholders import Expanded, Placeholder, Placeholders
+from .chat.spans import Span
+from .chat.template import ChatTemplate
+from .media.files import MediaFiles
+from .media.frames import Grid
+from .media.items import ClipItem, MediaItems, MediaOptions, MediaReader, VideoItem
+from .media.placeholders import Expanded, Placeholder, Placeholders
+from .records.conversation import Conversation, check_ignored, parse_conversation
 
 IGNORE = -100
 

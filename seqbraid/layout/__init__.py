@@ -1,4 +1,7 @@
-"""Where every token lives: alignment, `SequenceLayout`, balance and packing. Pure index arithmetic."""
+"""Where every token lives: alignment, `SequenceLayout`, balance and packing.
+
+Pure index arithmetic: no process group, no model, and no torch until a tensor is asked for.
+"""
 
 from .dense import (
     Truncation,

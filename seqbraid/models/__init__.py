@@ -1,1 +1,4 @@
-"""The stock models: one small adapter for each family, and what they share."""
+"""The stock models on a mesh: what their modules do instead, and `BraidedModel`, which runs a step.
+
+What is particular to families of media models is in `families/`, models made for checks are in `tiny/`.
+"""

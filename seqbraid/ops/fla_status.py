@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
+from . import gated_delta_fla
 from .triton_status import package_version, triton_missing
 
 SAFE_TRITON = (3, 7, 1)
@@ -21,9 +22,7 @@ def fla_missing() -> str | None:
     if triton_missing() is not None:
         return triton_missing()
     try:
-        from .gated_delta_fla import fla_functions
-
-        fla_functions()
+        gated_delta_fla.fla_functions()
     except (ImportError, AttributeError) as error:
         return (
             f"this release of flash-linear-attention has other functions than we know ({error}); pip install "

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,48 +23,10 @@ from torch.autograd.function import once_differentiable
 
 from .boundaries import Boundaries, as_boundaries
 from .fla_status import fla_missing, fla_wrong
+from .gated_delta_call import DEFAULTS, Gradients, RuleCall, RuleOptions
 from .gated_delta_chunks import Chunking, Chunks, chain, chain_backward, tile_backward
+from .gated_delta_fla import FlaGatedDeltaCall
 from .kernels import DEFAULT, Candidate, Kernels, Op, needs_16_bits_on_a_gpu
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of q, k, v, g, β and the initial states."""
-
-
-class RuleOptions(NamedTuple):
-    """What a call fixes besides its tensors."""
-
-    scale: float | None = None
-    """What queries are multiplied by; K^-0.5 when absent."""
-    qk_l2norm: bool = True
-    chunk_size: int = 64
-
-
-DEFAULTS = RuleOptions()
-
-
-class RuleCall(Protocol):
-    """The rule on given rows, in the four parts that a caller with an autograd of its own puts together.
-
-    A backward makes its own call of the same inputs, and hands it what the forward's left in `kept`. Segments
-    are named by their place in `cu_seqlens`. States are float64 when v is, else float32; an initial or final
-    state's gradient that is None is zero.
-    """
-
-    kept: tuple[Tensor, ...]
-
-    def summaries(self, segments: Sequence[int], with_transition: bool) -> tuple[Tensor | None, Tensor]:
-        """M [n, H, K, K] (None unless it is wanted) and S0 [n, H, K, V] of some segments."""
-
-    def forward(self, initial_NHKV: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The outputs [T, H, V] in v's dtype, 0 outside all segments, and the final states [N, H, K, V]."""
-
-    def entering_gradients(self, dout_THV: Tensor, segments: Sequence[int]) -> Tensor:
-        """dS_in [n, H, K, V] of some segments where their final states have no gradient."""
-
-    def backward(
-        self, dout_THV: Tensor, initial_NHKV: Tensor | None, dfinal_NHKV: Tensor | None
-    ) -> Gradients:
-        """Gradients of the inputs and of the initial states, from those of the outputs and final states."""
 
 
 class GatedDeltaCall:
@@ -212,8 +174,6 @@ def make_call(
     arguments = (q_THK, k_THK, v_THV, g_TH, beta_TH, cu_seqlens, options, kept, opened)
     if not _takes_fla(k_THK, v_THV, options, kernels):
         return GatedDeltaCall(*arguments)
-    from .gated_delta_fla import FlaGatedDeltaCall
-
     return FlaGatedDeltaCall(*arguments)
 
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .boundaries import Boundaries, as_boundaries
-from .gated_delta import DEFAULTS, Gradients, RuleOptions
+from .gated_delta_call import DEFAULTS, Gradients, RuleOptions
 
 CHUNK = 64
 

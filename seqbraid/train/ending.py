@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..data.together import gather_objects
+from ..comm.consensus import gather_objects
 from ..mesh import Mesh
 from .checkpoint.choose import named_last
 from .process import launcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..comm.whereabouts import Whereabouts
-from ..data.loader import Loader
+from ..data.stream.loader import Loader
 from ..models.braided import BraidedModel
 from ..models.step import forward_backward
 

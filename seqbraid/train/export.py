@@ -19,11 +19,17 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..comm.consensus import agree
+from ..data.media.processor import load_processor
+from ..distributed.api import parallelize
+from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..models.stock import INDEX, SINGLE, read_config, trained_config
+from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.names import extra_tensors, to_saved
+from .config import load_config
 from .folder import new_folder
 from .lora import merged
+from .setup import adapted_weights, load_model
 from .weights import TensorFile, checkpoint_folder, empty_model, read_headers, saved_dtype, shapes
 
 SHARD_BYTES = 5 << 30
@@ -120,13 +126,6 @@ def export_checkpoint(
     The run's folder knows the rest: `model/` has the config and the processor, `config.yaml` the checkpoint
     that the run started from and its adapters.
     """
-    from ..data.processor import load_processor
-    from ..distributed.api import parallelize
-    from ..mesh import Mesh
-    from .checkpoint.checkpoints import Checkpoints
-    from .config import load_config
-    from .setup import adapted_weights, load_model
-
     path = _checkpoint_path(run_folder, checkpoint)
     run = load_config(run_folder / "config.yaml")
     if run.lora.rank:  # the checkpoint has the adapters alone

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..comm.consensus import agree
-from ..data.together import raised_by_all
+from ..comm.consensus import agree, raised_by_all
 from ..mesh import Mesh
 from .config import TrainConfig
 from .setup import TINY

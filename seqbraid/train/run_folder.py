@@ -8,7 +8,7 @@ import time
 import weakref
 from pathlib import Path
 
-from ..data.together import gather_objects, raised_by_all
+from ..comm.consensus import gather_objects, raised_by_all
 from ..mesh import Mesh
 from .checkpoint.files import MANIFEST
 from .config import TrainConfig, load_config, to_yaml

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..comm.consensus import raised_by_all
 from ..comm.gpus import own_gpu
 from ..comm.rendezvous import join_job, set_timeouts
 from ..comm.whereabouts import Whereabouts
 from ..data.encode import SampleEncoder
-from ..data.loader import Loader
-from ..data.media_files import MediaFiles
-from ..data.processor import load_processor
-from ..data.source import Source, open_source
-from ..data.together import raised_by_all
+from ..data.media.files import MediaFiles
+from ..data.media.processor import load_processor
+from ..data.records.source import Source, open_source
+from ..data.stream.loader import Loader
+from ..data.tiny import tiny_training_model
 from ..distributed.api import parallelize
 from ..distributed.weights import spread_weights
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
-from ..verify.tiny_processor import tiny_training_model
 from .batches import StepMaker
 from .config import DataConfig, TrainConfig
 from .flops import ModelFlops

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ..comm.consensus import check_alike, gather_objects, raised_by_all
 from ..comm.whereabouts import Stopped, Whereabouts
-from ..data.loader import StepData
-from ..data.together import check_alike, gather_objects, raised_by_all
+from ..data.stream.loader import StepData
 from ..mesh import Mesh
 from ..models.agreement import Agreed
 from ..models.output import StepOutput

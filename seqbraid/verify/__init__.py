@@ -1,1 +1,4 @@
-"""Proof on the user's own model: parity with the stock model, and mutants that a check must catch."""
+"""`seqbraid verify`: loss, logits and gradients beside the stock model's, on the user's model and mesh.
+
+Mutants are deliberate defects, each of which a check must catch; verdicts are given beside a noise floor.
+"""

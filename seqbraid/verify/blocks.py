@@ -7,10 +7,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..models.tiny.samples import LENGTHS
 from ..ops import attention
 from ..ops.blocks import Block, BlockPlan
 from ..ops.reference import attention_reference
-from .samples import LENGTHS
 from .verdict import Line, Parity
 
 FLOOR = 1e-14

@@ -13,8 +13,8 @@ from rich.text import Text
 from transformers import AutoConfig
 
 from ..layout import SequenceLayout
+from ..models.tiny.decoders import FAMILIES, tiny_config
 from ..sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
-from .tiny import FAMILIES, tiny_config
 
 LABELS = {"states": "state passing", "heads": "head all-to-all"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -202,8 +203,6 @@ def _clips_alone(model: PreTrainedModel) -> Iterator[None]:
 
 def _router_loss(model: PreTrainedModel, routers: list[tuple[Tensor, ...]]) -> Tensor:
     """The stock function on the router logits of all tokens of a row."""
-    import importlib
-
     config = model.config.get_text_config()
     stock = importlib.import_module(type(model).__module__).load_balancing_loss_func
     joined = tuple(torch.cat(layer) for layer in zip(*routers, strict=True))

@@ -11,30 +11,27 @@ from transformers import PreTrainedModel
 from ..mesh import Mesh
 from ..models.families import family_of
 from ..models.stock import read_config, stock_class, trained_config, weight_files
+from ..models.tiny.decoders import tiny_model
+from ..models.tiny.media import MEDIA_FAMILIES, TEXT_MODELS, mixed_samples, tiny_media_model
+from ..models.tiny.samples import LENGTHS, random_samples
 from .blocks import check_blocks
 from .media_mutants import MEDIA_MUTANTS
 from .mutants import MUTANTS, Mutant
 from .parity import check_parity
-from .samples import LENGTHS, random_samples
-from .tiny import FAMILIES, tiny_model
-from .tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
 from .verdict import Parity
 
 PADDED = 64
 """Rows are padded to a multiple of this, so that padding has a chance to be counted."""
-
-TEXT = {f"{name}_text" if name in MEDIA_FAMILIES else name: name for name in FAMILIES}
-"""Tiny text models by the name they have on the command line: a media model of the same name goes first."""
 
 
 def load_model(name: str, seed: int = 0) -> PreTrainedModel:
     """A tiny model of a known family, or a checkpoint from a folder, in float32 and in training mode."""
     if name in MEDIA_FAMILIES:
         return tiny_media_model(name, seed)
-    if name in TEXT:
-        return tiny_model(TEXT[name], seed)
+    if name in TEXT_MODELS:
+        return tiny_model(TEXT_MODELS[name], seed)
     if not Path(name).is_dir():
-        known = ", ".join([*MEDIA_FAMILIES, *TEXT])
+        known = ", ".join([*MEDIA_FAMILIES, *TEXT_MODELS])
         raise ValueError(
             f"--model {name!r} is neither a tiny family ({known}) nor a folder with a checkpoint"
         )

@@ -15,12 +15,12 @@ import seqbraid as sb
 from seqbraid.cli import main
 from seqbraid.comm.gpus import Claim, problem
 from seqbraid.comm.rendezvous import join_job
+from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.config import MeshConfig, TrainConfig
 from seqbraid.train.demo.training import Settings, train_split
 from seqbraid.train.setup import make_device, make_mesh
-from seqbraid.verify.tiny import tiny_model
-from tests.fake_gpus import fake_gpus, free_port
-from tests.ranks import errors, run
+from tests.helpers.fake_gpus import fake_gpus, free_port
+from tests.helpers.ranks import errors, run
 
 ONE, EIGHT = ["GPU-0"], [f"GPU-{number}" for number in range(8)]
 

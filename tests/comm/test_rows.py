@@ -8,7 +8,7 @@ from torch import Tensor
 from seqbraid import Mesh
 from seqbraid.comm import Group
 from seqbraid.comm.rows import RowPlan, exchange_rows
-from tests import ranks
+from tests.helpers import ranks
 
 WANTED = [[[0, 1], [], [2]], [[1, 1], [0], []], [[0], [2, 0], [1]]]
 """Which rows of which rank (inner) each rank (outer) wants; some more than once, some of its own."""

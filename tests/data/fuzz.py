@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.data.media import png_chunk, write_good, write_media
+from tests.helpers.media import png_chunk, write_good, write_media
 
 ANSWER = {"role": "assistant", "content": "A cat."}
 QUESTION = {"role": "user", "content": "What is it?"}

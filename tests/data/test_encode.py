@@ -19,12 +19,12 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from transformers.utils import is_torchvision_available
 
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.media_files import AudioInfo, MediaFiles
+from seqbraid.data.media.files import AudioInfo, MediaFiles
+from seqbraid.data.media.processor import VideoSettings, load_processor
 from seqbraid.data.pack import pack
-from seqbraid.data.processor import VideoSettings, load_processor
+from seqbraid.data.tiny import VOCABULARY, tiny_training_model
 from seqbraid.models.positions import sample_positions
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES
-from seqbraid.verify.tiny_processor import VOCABULARY, tiny_training_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES
 
 soundfile = pytest.importorskip("soundfile")
 av = pytest.importorskip("av")

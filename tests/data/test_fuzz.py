@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from seqbraid.data.conversation import MediaRef, parse_conversation
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.loader import Loader
-from seqbraid.data.media_files import MediaFiles
-from seqbraid.data.source import JsonlSource, Source, open_source
+from seqbraid.data.media.files import MediaFiles
+from seqbraid.data.records.conversation import MediaRef, parse_conversation
+from seqbraid.data.records.source import JsonlSource, Source, open_source
+from seqbraid.data.stream.loader import Loader
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.mesh import Mesh
-from seqbraid.verify.tiny_processor import tiny_training_model
-from tests import ranks
+from tests.helpers import ranks
 
 from .fuzz import Case, good_records, make_corpus, media_root
 

@@ -18,11 +18,11 @@ from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.distributed.tiled_mlp import tileable
 from seqbraid.models import attention
 from seqbraid.models.braided import BraidedModel
-from seqbraid.verify.media_samples import media_sample
-from seqbraid.verify.samples import LENGTHS, random_samples
-from seqbraid.verify.tiny import tiny_model
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
-from tests import ranks
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
+from seqbraid.models.tiny.media_samples import media_sample
+from seqbraid.models.tiny.samples import LENGTHS, random_samples
+from tests.helpers import ranks
 
 FAMILIES = ["llama", "qwen3_vl", "qwen3_5", "qwen3_moe"]
 SAME_ARITHMETIC = [

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
 from seqbraid.distributed.memory import MemoryOptions
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
+from seqbraid.models.tiny.samples import LENGTHS, random_samples
 from seqbraid.verify.reference import stock_step
-from seqbraid.verify.samples import LENGTHS, random_samples
-from seqbraid.verify.tiny import tiny_model
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
-from tests import ranks
+from tests.helpers import ranks
 
 # Some CPUs claim bf16 products that they then die of. Read at the first such product, here and, since they
 # inherit it, in all ranks that are started later; the Makefile sets it for those that were started before.

@@ -9,11 +9,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from seqbraid import Mesh, pack, parallelize
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.distributed.weights import plain_name, spread_weights
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny_processor import tiny_training_model
-from tests import ranks
+from seqbraid.models.tiny.samples import random_samples
+from tests.helpers import ranks
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from seqbraid.models.stock import OFTEN_REPLACED, in_torch
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.verify.run import load_model
-from seqbraid.verify.samples import random_samples
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_text", "qwen3_next"])

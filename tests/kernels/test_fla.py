@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from seqbraid.ops import conv, gated_delta_fla
-from seqbraid.ops.gated_delta import GatedDeltaCall, RuleOptions
+from seqbraid.ops.gated_delta import GatedDeltaCall
+from seqbraid.ops.gated_delta_call import RuleOptions
 from seqbraid.ops.gated_delta_fla import FlaGatedDeltaCall, Pieces
-from tests.plain import relative
+from tests.helpers.plain import relative
 
 SEED = torch.Generator().manual_seed(0)
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 
 from seqbraid import Mesh
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.ops import conv, gated_delta, gated_delta_fla
 from seqbraid.verify.parity import check_parity
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 from tests.kernels.conftest import interpret
 
 LENGTHS = (1, 65, 2, 150)

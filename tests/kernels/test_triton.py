@@ -14,8 +14,8 @@ from torch import Tensor
 from seqbraid.ops import cross_entropy_triton, gated_delta_triton, merge, merge_triton
 from seqbraid.ops.cross_entropy import cross_entropy_rows
 from seqbraid.ops.gated_delta import GatedDeltaCall
+from tests.helpers.plain import relative
 from tests.kernels.races import no_races
-from tests.plain import relative
 
 # The interpreter cuts numbers off to 16 bits where a GPU rounds them.
 ONE_DIGIT = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests import ranks
+from tests.helpers import ranks
 from tests.models.tiny_types import OFTEN, VOCABULARY, has_window, tiny_type_config, tiny_type_model, variants
 
 EXACT, REFUSED, WRONG, FAILED, NO_CONFIG = "exact", "refused", "wrong", "failed", "no tiny config"

@@ -8,9 +8,9 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqbraid as sb
+from seqbraid.models.tiny.decoders import COMMON, tiny_model
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.verify.parity import check_parity
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import COMMON, tiny_model
 
 EXACT: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 16},

@@ -12,10 +12,10 @@ import seqbraid as sb
 from seqbraid import Mesh
 from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.dropout import drawn
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.lora import LoraOptions, add_lora
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 
 LENGTHS = (30, 5, 1, 64, 40, 17)
 

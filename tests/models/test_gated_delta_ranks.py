@@ -14,11 +14,11 @@ import seqbraid as sb
 from seqbraid import Mesh, SequenceLayout
 from seqbraid.models.batch import PackedBatch
 from seqbraid.models.braided import BraidedModel
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import LENGTHS, random_samples
 from seqbraid.verify.parity import compare
 from seqbraid.verify.reference import Measurement
-from seqbraid.verify.samples import LENGTHS, random_samples
-from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 from tests.models.test_parity_ranks import assert_holds, load, prepared
 
 FAMILIES = ["qwen3_5", "qwen3_next", "qwen3_5_moe"]

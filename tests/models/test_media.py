@@ -12,10 +12,10 @@ from seqbraid.models.encoders import Encoders, towers_of
 from seqbraid.models.families import family_of
 from seqbraid.models.media import MediaInput, sample_media
 from seqbraid.models.media_tokens import audio_tokens
-from seqbraid.verify.media_samples import media_sample
-from seqbraid.verify.tiny import tiny_model
-from seqbraid.verify.tiny_media import tiny_media_config, tiny_media_model
-from tests.plain import relative
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.media import tiny_media_config, tiny_media_model
+from seqbraid.models.tiny.media_samples import media_sample
+from tests.helpers.plain import relative
 
 
 def sample(family: str, items: list[str], **changes: Any) -> dict[str, Any]:

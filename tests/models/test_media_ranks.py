@@ -11,11 +11,11 @@ import torch
 
 from seqbraid import Mesh, SequenceLayout
 from seqbraid.data.pack import build_row
+from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_config, tiny_media_model
+from seqbraid.models.tiny.media_samples import media_sample
 from seqbraid.sequence_parallel.media import MediaPlan
-from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_config, tiny_media_model
-from tests import ranks
+from tests.helpers import ranks
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
 

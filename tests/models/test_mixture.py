@@ -10,9 +10,9 @@ import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.lora import LoraOptions, add_lora
-from seqbraid.verify.samples import random_samples
-from tests import ranks
+from tests.helpers import ranks
 from tests.models.tiny_types import tiny_type_model
 
 LENGTHS = (30, 5, 1, 64, 40, 17)

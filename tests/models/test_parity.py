@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from seqbraid.models.tiny.decoders import FAMILIES, tiny_model
+from seqbraid.models.tiny.samples import LENGTHS, random_samples
 from seqbraid.verify.parity import check_parity, stock_references
 from seqbraid.verify.reference import Measurement
-from seqbraid.verify.samples import LENGTHS, random_samples
-from seqbraid.verify.tiny import FAMILIES, tiny_model
 
 RISING = (1, 1, *LENGTHS)
 ORDERS = {

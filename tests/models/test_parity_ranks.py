@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from seqbraid import Mesh
 from seqbraid.layout import row_to_dense, samples_from_dense
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import LENGTHS, random_samples
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from seqbraid.verify.reference import Measurement
-from seqbraid.verify.samples import LENGTHS, random_samples
-from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]
 LONG = (*LENGTHS, 1000)

@@ -23,7 +23,7 @@ from seqbraid.models.media_tokens import audio_tokens, num_media_tokens, token_t
 from seqbraid.models.positions import sample_positions
 from seqbraid.models.positions_omni import omni_positions
 from seqbraid.models.positions_vision import vision_positions
-from seqbraid.verify.media_samples import item_kinds, media_sample, random_items
+from seqbraid.models.tiny.media_samples import item_kinds, media_sample, random_items
 
 NUM_SAMPLES = 2000
 START, IMAGE, VIDEO, END = 151652, 151655, 151656, 151653

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
 from seqbraid.models.braided import config_values
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import COMMON, tiny_model
+from seqbraid.models.tiny.decoders import COMMON, tiny_model
+from seqbraid.models.tiny.samples import random_samples
 
 SAMPLE = [{"input_ids": [1, 2, 3]}]
 

@@ -12,9 +12,9 @@ import torch
 import seqbraid as sb
 from seqbraid import Mesh
 from seqbraid.distributed.memory import MemoryOptions
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
+from tests.helpers import ranks
 
 
 def heads_that_do_not_divide() -> None:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import seqbraid as sb
 from seqbraid.layout import samples_from_dense
-from seqbraid.verify.samples import LENGTHS, random_samples
-from seqbraid.verify.tiny import tiny_model
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import LENGTHS, random_samples
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from seqbraid.verify.tiny import shake
+from seqbraid.models.tiny.decoders import shake
 
 VOCABULARY = 97
 WINDOW = 16

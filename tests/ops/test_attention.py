@@ -25,7 +25,7 @@ from seqbraid.ops.blocks import Block, BlockPlan, DenseGroup, rounded
 from seqbraid.ops.merge import add_rows, merge_rows
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
-from tests.plain import plain_attention, relative
+from tests.helpers.plain import plain_attention, relative
 
 LENGTHS = [1, 2, 63, 64, 65, 130, 7, 7, 7]
 

@@ -20,7 +20,7 @@ from seqbraid.ops.attention_kernels import DenseShape, VarlenShape
 from seqbraid.ops.flash_impl import ATTENTION, TORCH, FlashImpl, names_flash_impl
 from seqbraid.ops.kernels import Candidate, KernelOptions, Kernels
 from seqbraid.ops.table import make_kernels
-from tests.plain import varlen_backward, varlen_forward
+from tests.helpers.plain import varlen_backward, varlen_forward
 
 KIND = flash_impl.Kind(torch.device("cpu"), torch.bfloat16, 2, 64, False)
 SCALE = 0.125

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from seqbraid.ops import gated_delta_chunks
 from seqbraid.ops.chunk_plan import ChunkPlan
-from seqbraid.ops.gated_delta import GatedDeltaCall, RuleOptions, gated_delta_rule, segment_summary
+from seqbraid.ops.gated_delta import GatedDeltaCall, gated_delta_rule, segment_summary
+from seqbraid.ops.gated_delta_call import RuleOptions
 from seqbraid.ops.reference import gated_delta_recurrent
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 0, 257)

@@ -21,7 +21,7 @@ from seqbraid.ops import fla_status, gated_delta_fla, triton_status
 from seqbraid.ops.gated_delta import RULE, GatedDeltaCall, RuleNeed, make_call
 from seqbraid.ops.gated_delta_fla import CHUNK, FlaGatedDeltaCall, Pieces
 from seqbraid.ops.kernels import Kernels
-from tests.plain import relative
+from tests.helpers.plain import relative
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import seqbraid
+from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.ops.kernels import Candidate, KernelOptions, Kernels, Op
 from seqbraid.ops.table import TABLE
-from seqbraid.verify.tiny import tiny_model
 
 CALLS: list[str] = []
 

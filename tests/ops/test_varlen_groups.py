@@ -18,7 +18,7 @@ from seqbraid.ops.attention import (
 from seqbraid.ops.attention_kernels import VarlenShape
 from seqbraid.ops.blocks import Block, BlockPlan, VarlenGroup
 from seqbraid.ops.flash_impl import FlashImpl
-from tests.plain import SCALE, relative, varlen_backward, varlen_forward
+from tests.helpers.plain import SCALE, relative, varlen_backward, varlen_forward
 
 ROWS = 200
 

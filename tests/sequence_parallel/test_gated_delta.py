@@ -22,7 +22,7 @@ from seqbraid.sequence_parallel.gated_delta import gated_delta_mixing, rule_with
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, states_bytes
 from seqbraid.sequence_parallel.gated_delta_layer import GatedDeltaLayer
 from seqbraid.sequence_parallel.plans import RowPlans
-from tests import ranks
+from tests.helpers import ranks
 
 POLICIES = ("contiguous", "zigzag", "balanced")
 MESHES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (1, 4), (4, 2), (8, 1)]

@@ -23,7 +23,7 @@ from seqbraid.ops.gated_delta import gated_delta_rule
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, heads_bytes
 from seqbraid.sequence_parallel.gated_delta_heads import GatedDeltaHeads, HeadsPlan, mixing_by_heads
 from seqbraid.sequence_parallel.gated_delta_layer import GatedDeltaLayer
-from tests import ranks
+from tests.helpers import ranks
 
 FEW, MANY = HeadSizes(4, 8, 6, 5), HeadSizes(8, 8, 4, 6)
 RAGGED = (1, 2, 63, 64, 65, 130, 257, 1)

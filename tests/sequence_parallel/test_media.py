@@ -23,7 +23,7 @@ from seqbraid.sequence_parallel.media import (
     encoder_cost,
     spread_features,
 )
-from tests import ranks
+from tests.helpers import ranks
 
 POLICIES = ("contiguous", "zigzag", "balanced")
 MESHES = {2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2), (1, 4)]}

@@ -18,8 +18,8 @@ from seqbraid.sequence_parallel.context import StepContext
 from seqbraid.sequence_parallel.plans import RowPlans
 from seqbraid.sequence_parallel.ring_plan import RingPlan
 from seqbraid.sequence_parallel.softmax import softmax_attention
-from tests import ranks
-from tests.plain import SCALE, plain_attention, relative
+from tests.helpers import ranks
+from tests.helpers.plain import SCALE, plain_attention, relative
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 257, 1000)
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (4, 2), (2, 4)]

@@ -27,11 +27,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from seqbraid import BraidedModel, Mesh, pack, parallelize
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.checkpoint import files
 from seqbraid.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Failed, Published
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 
 STATE = {"schedule": {"step": 2}, "loader": {"buffer": [[3, 17], [4, 9]], "epoch": 1}, "best": None}
 

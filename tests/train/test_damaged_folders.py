@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from seqbraid.cli import main
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.models.stock import read_config
+from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.weights import fingerprint, load_stock, read_headers
-from seqbraid.verify.tiny import tiny_model
-from seqbraid.verify.tiny_processor import tiny_training_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -21,7 +21,7 @@ from seqbraid.train.demo.page import ALONE_COLOR, SPLIT_COLOR, demo_report
 from seqbraid.train.demo.pictures import mark_images
 from seqbraid.train.demo.result import DemoResult
 from seqbraid.train.demo.training import Settings, Trained
-from tests.train.png import read_png
+from tests.helpers.png import read_png
 
 STEPS = 4
 SVG = "{http://www.w3.org/2000/svg}"

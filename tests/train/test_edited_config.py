@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from seqbraid.cli import main
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.media_files import MediaFiles
+from seqbraid.data.media.files import MediaFiles
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.train.weights import load_stock
-from seqbraid.verify.tiny_processor import tiny_training_model
 
 HUB = "kernels-community/flash-attn"
 

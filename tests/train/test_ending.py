@@ -13,14 +13,14 @@ from unittest import mock
 
 import pytest
 
-from seqbraid.data.loader import StepData
+from seqbraid.data.stream.loader import StepData
 from seqbraid.train.checkpoint import files
 from seqbraid.train.config import CheckpointConfig, TrainConfig, to_yaml
 from seqbraid.train.ending import PREEMPTED, UNSAVED
 from seqbraid.train.run import train as train_command
 from seqbraid.train.signals import POLITE, stop_on_signals
 from seqbraid.train.trainer import Trainer
-from tests.ranks import errors, run
+from tests.helpers.ranks import errors, run
 from tests.train.test_train_edges import RING, config, everything, folder, logged, train  # noqa: F401
 
 AGENT = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1"}

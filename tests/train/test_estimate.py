@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seqbraid import Mesh, pack, parallelize
 from seqbraid.distributed.memory import MemoryOptions
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.estimate import Estimate, memory_estimate
-from seqbraid.verify.samples import random_samples
-from tests.ranks import run
+from tests.helpers.ranks import run
 
 TOKENS, VOCABULARY = 768, 512
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}

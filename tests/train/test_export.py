@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
 from seqbraid import Mesh
-from seqbraid.data.processor import load_processor
+from seqbraid.data.media.processor import load_processor
+from seqbraid.data.tiny import tiny_training_model
+from seqbraid.models.tiny.decoders import COMMON, EXPERTS, tiny_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES, TEXT, tiny_media_config, tiny_media_model
+from seqbraid.models.tiny.media_samples import media_sample
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.export import export, export_checkpoint
 from seqbraid.train.lora import LoraOptions, add_lora
 from seqbraid.train.weights import empty_model, fingerprint, load_stock, read_headers
-from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.reference import stock_step
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import COMMON, EXPERTS, tiny_model
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES, TEXT, tiny_media_config, tiny_media_model
-from seqbraid.verify.tiny_processor import tiny_training_model
-from tests import ranks
+from tests.helpers import ranks
 
 TEXT_FAMILIES = ["llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text"]
 

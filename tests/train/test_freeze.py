@@ -7,9 +7,9 @@ import torch
 
 import seqbraid as sb
 from seqbraid.models.encoders import towers_of
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
 from seqbraid.train.freeze import freeze, model_parts
-from seqbraid.verify.tiny import tiny_model
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
 
 TEXT = ["llama", "gpt2", "qwen3_moe", "qwen3_next", "qwen3_5"]
 

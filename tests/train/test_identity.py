@@ -13,12 +13,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.train.config import DataConfig, LogConfig, MeshConfig, StepConfig, TrainConfig, load_config
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
 from seqbraid.train.weights import checkpoint_folder, split_revision
-from seqbraid.verify.tiny_processor import tiny_training_model
-from tests.ranks import errors
+from tests.helpers.ranks import errors
 
 RECORD = {"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "This one."}]}
 

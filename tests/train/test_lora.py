@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 import seqbraid as sb
 from seqbraid import Mesh
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.media import mixed_samples, tiny_media_model
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.lora import LoraOptions, add_lora, load_adapter, merged, save_adapter
 from seqbraid.verify.parity import check_parity, stock_references
 from seqbraid.verify.reference import stock_step
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
-from seqbraid.verify.tiny_media import mixed_samples, tiny_media_model
-from tests import ranks
+from tests.helpers import ranks
 
 
 def lora_model(family: str, **options: Any) -> PreTrainedModel:

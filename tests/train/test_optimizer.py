@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from seqbraid.distributed import parallelize
 from seqbraid.mesh import Mesh
+from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.config import StepConfig
 from seqbraid.train.optimizer import (
     MasterAdamW,
@@ -17,8 +18,7 @@ from seqbraid.train.optimizer import (
     local,
     make_optimizer,
 )
-from seqbraid.verify.tiny import tiny_model
-from tests.ranks import run
+from tests.helpers.ranks import run
 
 CONFIG = StepConfig(lr=1e-3, weight_decay=0.1, beta2=0.95)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from seqbraid.cli import main
+from seqbraid.data.tiny import tiny_training_model
 from seqbraid.printable import show_error
-from seqbraid.verify.tiny_processor import tiny_training_model
 
 CLEAR = "\x1b[2J"
 """What wipes a terminal."""

@@ -23,7 +23,7 @@ from seqbraid.train.report.data import loss_difference, read_run, thinned
 from seqbraid.train.report.page import write_report
 from seqbraid.train.report.plot import BLUE, GREY, Mark, Series, line_plot
 from seqbraid.train.report.summary import COLORS
-from tests.train.png import read_png
+from tests.helpers.png import read_png
 
 SVG = "{http://www.w3.org/2000/svg}"
 

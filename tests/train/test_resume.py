@@ -14,7 +14,7 @@ import torch
 from seqbraid import Mesh
 from seqbraid.train.checkpoint import publish
 from seqbraid.train.checkpoint.checkpoints import Checkpoints
-from tests import ranks
+from tests.helpers import ranks
 
 
 def saved(folder: Path, *steps: int) -> Checkpoints:

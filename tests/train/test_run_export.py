@@ -23,9 +23,11 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from seqbraid.cli import main
 from seqbraid.data.encode import SampleEncoder
-from seqbraid.data.media_files import MediaFiles
+from seqbraid.data.media.files import MediaFiles
+from seqbraid.data.media.processor import load_processor
 from seqbraid.data.pack import pack
-from seqbraid.data.processor import load_processor
+from seqbraid.data.tiny import tiny_training_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES, TEXT_MODELS
 from seqbraid.train.config import (
     DataConfig,
     LogConfig,
@@ -38,10 +40,7 @@ from seqbraid.train.config import (
 from seqbraid.train.setup import Encoding, load_model_processor, make_mesh
 from seqbraid.train.trainer import Trainer
 from seqbraid.verify.reference import stock_step
-from seqbraid.verify.run import TEXT
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES
-from seqbraid.verify.tiny_processor import tiny_training_model
-from tests.ranks import run
+from tests.helpers.ranks import run
 from tests.train.test_export import raw, source
 from tests.train.test_train import EXAMPLES, losses, train
 
@@ -57,7 +56,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(examples: Path, out: Path, model: str, **changes: Any) -> TrainConfig:
     """Two steps on what the model can take: pictures, beeps or ledgers."""
     family = model.removeprefix("tiny:")
-    what = "beeps" if "omni" in family else "ledgers" if family in TEXT else "shapes"
+    what = "beeps" if "omni" in family else "ledgers" if family in TEXT_MODELS else "shapes"
     base = TrainConfig(
         model=model,
         out=str(out),
@@ -114,7 +113,7 @@ def exported(run_folder: str | Path, out: Path) -> PreTrainedModel:
     return model.train()
 
 
-@pytest.mark.parametrize("family", [*MEDIA_FAMILIES, *TEXT])
+@pytest.mark.parametrize("family", [*MEDIA_FAMILIES, *TEXT_MODELS])
 def test_a_run_of_every_family_comes_out_as_the_stock_loads_it(
     family: str, examples: Path, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from seqbraid.train import lock, run_folder
 from seqbraid.train.config import TrainConfig, load_config, parse_config
 from seqbraid.train.dry_run import dry_run
 from seqbraid.train.lock import LOCK_FILE, Lock
-from tests.ranks import errors, run
+from tests.helpers.ranks import errors, run
 from tests.train.test_train_edges import RING, config, folder, train  # noqa: F401
 
 

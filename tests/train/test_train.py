@@ -28,7 +28,7 @@ from seqbraid.train.log import current_records
 from seqbraid.train.nonfinite import NonFiniteError
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
-from tests.ranks import errors, run
+from tests.helpers.ranks import errors, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 30

@@ -33,7 +33,7 @@ from seqbraid.train.log import current_records, read_log
 from seqbraid.train.nonfinite import NonFiniteError
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
-from tests.ranks import errors, run
+from tests.helpers.ranks import errors, run
 
 DATA_RANKS, RING = MeshConfig(dp_shard=2), MeshConfig(ring=2)
 ROW = 192
@@ -438,8 +438,8 @@ def _poison(trainer: Trainer) -> None:
 TOLD_TO_END = """
 import os, signal, time
 from seqbraid import Mesh
-from seqbraid.data.loader import Loader
-from tests.data.toy import ListSource, ToyEncoder, records
+from seqbraid.data.stream.loader import Loader
+from tests.helpers.toy import ListSource, ToyEncoder, records
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))

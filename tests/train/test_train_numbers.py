@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from seqbraid.data.media_files import MediaFiles
-from seqbraid.data.media_items import MediaOptions
+from seqbraid.data.media.files import MediaFiles
+from seqbraid.data.media.items import MediaOptions
 from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.mesh import Mesh
 from seqbraid.train.config import CheckpointConfig, DataConfig, LoraConfig, TrainConfig
@@ -25,7 +25,7 @@ from seqbraid.train.nonfinite import NonFiniteError
 from seqbraid.train.optimizer import MasterAdamW
 from seqbraid.train.setup import Encoding, load_model, make_eval_loader, make_loader, make_mesh
 from seqbraid.train.trainer import Trainer
-from tests.ranks import run
+from tests.helpers.ranks import run
 from tests.train.test_train_edges import DATA_RANKS, RING, ROW, config, logged, said, shown, train, write
 
 HERE = Mesh(rank=0, world_size=1)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.two_hosts import ADDRESSES, NotAllowed, TwoHosts, two_hosts
 from tests.train.test_run_export import config, examples, options  # noqa: F401
-from tests.two_hosts import ADDRESSES, NotAllowed, TwoHosts, two_hosts
 
 LIMIT_S = 10
 PATIENCE_S = 240.0

@@ -19,13 +19,13 @@ import pytest
 from torch import nn
 
 from seqbraid.comm.heartbeat import Seen
-from seqbraid.data.workers import Workers
+from seqbraid.data.stream.workers import Workers
 from seqbraid.train.config import MeshConfig, TimeoutConfig, TrainConfig
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.stuck import Rank, describe, laggards
 from seqbraid.train.trainer import Trainer
 from seqbraid.train.watchdog import watched
-from tests.ranks import errors, run
+from tests.helpers.ranks import errors, run
 from tests.train.test_run_export import config, examples  # noqa: F401
 
 LIMIT_S = 4.0

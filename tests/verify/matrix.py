@@ -29,7 +29,7 @@ from seqbraid.verify.media_mutants import MEDIA_MUTANTS
 from seqbraid.verify.mutants import MUTANTS, RANK_MUTANTS, Mutant
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from seqbraid.verify.run import PADDED
-from tests import ranks
+from tests.helpers import ranks
 from tests.verify.random_models import MEDIA, NAMES, random_model
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import FAMILIES, tiny_model
-from seqbraid.verify.tiny_media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
+from seqbraid.models.tiny.decoders import FAMILIES, tiny_model
+from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
+from seqbraid.models.tiny.samples import random_samples
 
 MEDIA = {f"{name}_media" if name in FAMILIES else name: name for name in MEDIA_FAMILIES}
 """Media families by their names in the matrix: some families of text have the same one."""

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from seqbraid import Mesh
+from seqbraid.models.tiny.media import tiny_media_config, tiny_media_model
+from seqbraid.models.tiny.media_samples import media_sample
 from seqbraid.verify.media_mutants import MEDIA_MUTANTS, encoder_skipped
-from seqbraid.verify.media_samples import media_sample
 from seqbraid.verify.parity import check_parity
-from seqbraid.verify.tiny_media import tiny_media_config, tiny_media_model
-from tests import ranks
+from tests.helpers import ranks
 from tests.models.test_media_ranks import prepared, verdicts
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.verify.blocks import check_blocks
 from seqbraid.verify.mutants import MUTANTS
 from seqbraid.verify.run import verify_model
-from seqbraid.verify.tiny import tiny_model
 from seqbraid.verify.verdict import Parity
 
 
@@ -27,9 +27,9 @@ def test_mutant_is_caught(mutant) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_zero_gradient_does_not_pass() -> None:
     """The measure itself: a gradient replaced by zeros is an error of one, not of nothing."""
+    from seqbraid.models.tiny.samples import random_samples
     from seqbraid.verify import parity
     from seqbraid.verify.reference import stock_step
-    from seqbraid.verify.samples import random_samples
 
     reference = stock_step(tiny_model("llama"), random_samples([5, 9], 97))
     for name in reference.gradients:

@@ -10,12 +10,12 @@ import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.verify.mutants import RANK_MUTANTS, stale_context
 from seqbraid.verify.parity import check_parity
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
 from seqbraid.verify.verdict import ALLOWANCE, Parity
-from tests import ranks
+from tests.helpers import ranks
 from tests.models.test_parity_ranks import load, prepared
 
 LENGTHS = (1, 63, 130, 257, 40)

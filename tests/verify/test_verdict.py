@@ -15,17 +15,17 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from seqbraid import Mesh, cli
 from seqbraid.models.braided import BraidedModel
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.ops.reference import gated_delta_recurrent
 from seqbraid.verify import verdict
 from seqbraid.verify.mutants import MUTANTS
 from seqbraid.verify.parity import check_parity, stock_references
 from seqbraid.verify.reference import one_rounding_away
 from seqbraid.verify.report import print_parity
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
 from seqbraid.verify.verdict import Line, Parity, compare
 from seqbraid.verify.wide import float32_is_float64, in_float64
-from tests import ranks
+from tests.helpers import ranks
 
 GOOD, BAD = Line("loss", 1e-7, 5e-7), Line("lm_head.weight", 3e-3, 1e-6)
 WIDE = Line("layers.2.A_log", 2e-3, 2.2e-3)

@@ -1,4 +1,7 @@
-"""What is particular to each family of media models; everything else is shared."""
+"""What is particular to each family of media models: its kinds of media, its keys, its positions.
+
+Everything else is shared.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from seqbraid.verify.tiny_processor import tiny_training_model
+from seqbraid.data.tiny import tiny_training_model
 
 SAMPLES = 48
 ENLARGED = 12

@@ -1,0 +1,138 @@
+"""A conversation through the model's own chat template, and which of its characters are learnt.
+
+Learnt is what the model would generate: what follows the generation prompt, up to and with the token that
+ends the turn, of the assistant turns with loss.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from ..records.conversation import Conversation, Turn
+from .spans import MarkedConversation, Message, Span, all_texts
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, before placeholders of media are expanded."""
+
+    text: str
+    spans: list[Span]
+    """Characters that are learnt, one span for each turn with loss."""
+
+
+class ChatTemplate:
+    """The chat template of a processor or tokenizer."""
+
+    def __init__(self, processor: Any, options: Mapping[str, Any] | None = None) -> None:
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.options = dict(options or {})
+        """Handed to the template, such as `enable_thinking`."""
+        template = getattr(processor, "chat_template", None) or self.tokenizer.chat_template
+        if isinstance(template, Mapping):
+            template = template.get("default")
+        if not isinstance(template, str):
+            raise ValueError(
+                f"{type(processor).__name__} has no chat template, so conversations have no form; set "
+                "tokenizer.chat_template"
+            )
+        self.template = template
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """The text of a conversation and what is learnt of it."""
+        self._check_special(conversation)
+        messages = [_message(turn) for turn in conversation.turns]
+        tools = [dict(tool) for tool in conversation.tools] or None
+        marked = MarkedConversation(
+            messages, lambda some, prompt: self._rendered(some, tools, prompt)[0], self.special_pattern
+        )
+        if _GENERATION.search(self.template):
+            return Rendered(marked.plain, self._tagged(messages, tools, conversation))
+        numbers = (number for number, turn in enumerate(conversation.turns) if turn.loss)
+        return Rendered(marked.plain, [marked.generated(number) for number in numbers])
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """Texts that become tokens with a meaning of their own, the longest first."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
+        found = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
+        return sorted(found, key=lambda token: (-len(token), token))
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Finds any of the special tokens."""
+        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Any, prompt: bool = False, spans: bool = False
+    ) -> tuple[str, Any]:
+        try:
+            texts, indices = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                tools=tools,
+                chat_template=self.template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=spans,
+                **{**self.tokenizer.special_tokens_map, **self.options},
+            )
+        except Exception as error:  # a template may fail in any way: it is a program of the checkpoint's
+            raise ValueError(
+                f"the chat template cannot render this conversation: {type(error).__name__}: {error}"
+            ) from error
+        return texts[0], indices[0] if spans else None
+
+    def _tagged(self, messages: list[Message], tools: Any, conversation: Conversation) -> list[Span]:
+        """By the template's own `{% generation %}` blocks."""
+        _, spans = self._rendered(messages, tools, spans=True)
+        spoken = [turn for turn in conversation.turns if turn.role == "assistant"]
+        if len(spans) != len(spoken):
+            raise ValueError(
+                f"the chat template has {len(spans)} generation blocks for {len(spoken)} assistant turns; "
+                "give it one for each"
+            )
+        return [(start, stop) for (start, stop), turn in zip(spans, spoken, strict=True) if turn.loss]
+
+    def _check_special(self, conversation: Conversation) -> None:
+        """Refuse texts that would become tokens of the template's or of media."""
+        media = {getattr(self.processor, f"{kind}_token", None) for kind in ("image", "video", "audio")}
+        own = {self.tokenizer.bos_token, self.tokenizer.eos_token, self.tokenizer.pad_token} | media
+        for number, turn in enumerate(conversation.turns):
+            for text in _joined(turn):
+                for token in self.special_pattern.findall(text):
+                    # What a model says may hold special tokens, such as those of boxes, but not a turn's end.
+                    if turn.role != "assistant" or token in own or token in self.template:
+                        raise ValueError(
+                            f"turn {number} ({turn.role}) says {token!r}, which the tokenizer reads as a "
+                            "special token; take it out or write it in another way"
+                        )
+        for text in all_texts(conversation.tools):
+            if found := self.special_pattern.search(text):
+                raise ValueError(f"the tools hold {found[0]!r}, which the tokenizer reads as a special token")
+
+
+def _joined(turn: Turn) -> Iterator[str]:
+    """All that a turn says; texts that touch are one."""
+    for is_text, parts in groupby(turn.parts, lambda part: isinstance(part, str)):
+        if is_text:
+            yield "".join(map(str, parts))
+    yield from all_texts(turn.extra)
+
+
+def _message(turn: Turn) -> Message:
+    """As chat templates expect it: a string where there is but text, else a list of parts."""
+    if all(isinstance(part, str) for part in turn.parts):
+        content: Any = "".join(turn.parts)  # type: ignore[arg-type]
+    else:
+        content = [
+            {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
+            for part in turn.parts
+        ]
+    return {"role": turn.role, "content": content, **turn.extra}

@@ -1,0 +1,276 @@
+"""Which samples are in which row of which step: a function of the data and the seed, never of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...layout.streaming import OverLong, StreamingPacker
+from .order import SampleOrder
+
+OnBadSample = Literal["error", "skip"]
+BAD = -1
+"""The length of a sample that cannot be used."""
+
+
+class Measured(NamedTuple):
+    """A sample's length, or why it has none."""
+
+    sample: int
+    """Its index in the source."""
+    length: int
+    """Tokens, media expanded; `BAD` if it cannot be used."""
+    reason: str = ""
+    media_costs: tuple[float, ...] = ()
+    """What encoding each of its media costs, where several ranks share that."""
+    text: NDArray[np.int32] | None = None
+    """Ids and labels of a sample without media, if they are kept; see `texts`."""
+
+
+class Draw(NamedTuple):
+    """A sample as drawn from the stream."""
+
+    position: int
+    """In the endless stream: unlike the sample, never seen twice."""
+    sample: int
+    """Its index in the source."""
+    length: int
+    """As measured, before any cut."""
+    left_out: int = 0
+    """Positions of its epoch just before this one whose samples were left out."""
+
+
+class BadSample(NamedTuple):
+    """A sample that was left out, and why."""
+
+    sample: int
+    """Its index in the source."""
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One optimizer step of the whole job."""
+
+    step: int
+    epoch: float
+    """Passes over the data up to and with this step: 1.5 in the middle of the second."""
+    rows: list[list[Draw]]
+    bad: list[BadSample]
+    """Found on the way to this step, each once by a planner."""
+    over_long: list[Draw]
+    """Dropped or cut on the way to this step, in each epoch anew."""
+    done: int
+    """Positions of the stream that are in this step or an earlier one, or were left out."""
+    state: dict[str, Any]
+    """The planner's state after this step."""
+
+
+class _Stream:
+    """Draws samples that fit a row, in order, and keeps account of those that it leaves out."""
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        measure: Callable[[int], Sequence[Measured]],
+        where: Callable[[int], str],
+        row_tokens: int,
+        over_long: OverLong,
+        on_bad_sample: OnBadSample,
+    ) -> None:
+        self._order = order
+        self._measure = measure
+        self._where = where
+        self._row_tokens = row_tokens
+        self._over_long = over_long
+        self._on_bad_sample = on_bad_sample
+        self._window: list[Measured] = []  # measured samples from `position` on, the next one last
+        self.position = 0
+        self._usable = 0  # samples of this epoch that went into rows
+        self._left_out = 0  # samples of this epoch that did not, since the latest that did
+        self.reported: set[int] = set()
+        self.bad: list[BadSample] = []
+        self.lost: list[Draw] = []
+
+    @property
+    def at_end(self) -> bool:
+        return self._order.total is not None and self.position >= self._order.total
+
+    def __iter__(self) -> Iterator[Draw]:
+        return self
+
+    def __next__(self) -> Draw:
+        while not self.at_end:
+            if not self._window:
+                self._window = list(reversed(self._measure(self.position)))
+            draw = self._judge(
+                Draw(self.position, *self._window[-1][:2], self._left_out), self._window[-1].reason
+            )
+            self._window.pop()
+            self.position += 1
+            self._usable += draw is not None
+            self._left_out = self._left_out + 1 if draw is None else 0
+            if self.position % self._order.num_samples == 0:
+                self._end_epoch()
+            if draw is not None:
+                return draw
+        raise StopIteration
+
+    def _judge(self, draw: Draw, reason: str) -> Draw | None:
+        if draw.length == BAD:
+            where = self._where(draw.sample)
+            if self._on_bad_sample == "error":
+                raise ValueError(f"{where}: {reason}")
+            if draw.sample not in self.reported:
+                self.reported.add(draw.sample)
+                self.bad.append(BadSample(draw.sample, where, reason))
+            return None
+        if draw.length <= self._row_tokens:
+            return draw
+        if self._over_long == "error":
+            raise ValueError(
+                f"{self._where(draw.sample)}: {draw.length} tokens, but a row holds {self._row_tokens}; use "
+                f"over_long='truncate' or 'drop', or row_tokens >= {draw.length}"
+            )
+        self.lost.append(draw)
+        return draw if self._over_long == "truncate" else None
+
+    def _end_epoch(self) -> None:
+        if not self._usable:  # an endless stream would be searched for ever
+            bad = ", ".join(f"{bad.where}: {bad.reason}" for bad in self.bad[:3])
+            raise ValueError(
+                f"none of the {self._order.num_samples} samples can be used: {len(self.reported)} are bad, "
+                f"the others longer than row_tokens={self._row_tokens}" + (f" ({bad}, …)" if bad else "")
+            )
+        self._usable = self._left_out = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "usable": self._usable, "left_out": self._left_out}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.position, self._usable, self._left_out = state["position"], state["usable"], state["left_out"]
+
+
+class StepPlanner:
+    """Draws samples, packs them into rows and takes rows together to steps.
+
+    `measure(position)` gives what stands in the stream from that position on, one sample or more. Only the
+    samples count, not how many it gives at once, so the plan does not depend on who measures when. `where`
+    names a sample for messages.
+
+    >>> lengths = [6, 3, 5, 2]
+    >>> order = SampleOrder(4, shuffle=False, epochs=1)
+    >>> planner = StepPlanner(
+    ...     order, lambda position: [Measured(position, lengths[position])], row_tokens=8, rows_per_step=2
+    ... )
+    >>> [sorted(draw.length for draw in row) for row in planner.next_step().rows]
+    [[2, 6], [3, 5]]
+    >>> planner.next_step() is None
+    True
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        measure: Callable[[int], Sequence[Measured]],
+        *,
+        row_tokens: int,
+        rows_per_step: int,
+        buffer_size: int = 1024,
+        over_long: OverLong = "error",
+        on_bad_sample: OnBadSample = "error",
+        where: Callable[[int], str] = "sample {}".format,
+    ) -> None:
+        if rows_per_step < 1:
+            raise ValueError(f"rows_per_step={rows_per_step} must be at least 1")
+        if over_long not in get_args(OverLong):
+            raise ValueError(f"over_long={over_long!r} must be one of {get_args(OverLong)}")
+        if on_bad_sample not in get_args(OnBadSample):
+            raise ValueError(f"on_bad_sample={on_bad_sample!r} must be one of {get_args(OnBadSample)}")
+        self._order = order
+        self._rows_per_step = rows_per_step
+        self._stream = _Stream(order, measure, where, row_tokens, over_long, on_bad_sample)
+        # What is too long is judged by the stream, which can name it: the packer sees lengths that fit.
+        self._packer = StreamingPacker[Draw](
+            row_tokens,
+            lambda draw: min(draw.length, row_tokens),
+            buffer_size,
+            "error",
+            order.seed,
+            epoch=lambda draw: order.epoch(draw.position),
+        )
+        self._rows: Iterator[list[Draw]] | None = None
+        self._step = 0
+
+    def next_step(self) -> PlannedStep | None:
+        """The next step, the last of which may have fewer rows; None after it."""
+        if self._rows is None:
+            self._rows = self._packer.pack(self._stream)
+        rows = list(islice(self._rows, self._rows_per_step))
+        if not rows:
+            return None
+        step, self._step = self._step, self._step + 1
+        state = self.state_dict()
+        bad, over_long = self.left_out()
+        done = self._done()
+        return PlannedStep(
+            step=step,
+            epoch=done / self._order.num_samples,
+            rows=rows,
+            bad=bad,
+            over_long=over_long,
+            done=done,
+            state=state,
+        )
+
+    def _done(self) -> int:
+        """Positions that are behind: all but those of samples at hand and of what was left out before."""
+        at_hand = self._packer.at_hand()
+        epoch = min((self._order.epoch(draw.position) for draw in at_hand), default=None)
+        if epoch is None:
+            return self._stream.position
+        waiting = [draw for draw in at_hand if self._order.epoch(draw.position) == epoch]
+        end = min(self._stream.position, (epoch + 1) * self._order.num_samples)
+        return end - sum(1 + draw.left_out for draw in waiting)
+
+    def left_out(self) -> tuple[list[BadSample], list[Draw]]:
+        """Bad and over-long samples that no step has reported yet; they are then reported."""
+        bad, self._stream.bad = self._stream.bad, []
+        over_long, self._stream.lost = self._stream.lost, []
+        return bad, over_long
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-able state after the last step; it does not grow with the stream."""
+        packer = self._packer.state_dict()
+        del packer["source"]  # it is given separately, also at the end of the stream
+        packer["report"]["over_long"] = []  # as it is, for JSON has no tuples
+        packer["waiting"], *packer["planned"] = [
+            [{**sample, "item": list(sample["item"])} for sample in row]
+            for row in (packer["waiting"], *packer["planned"])
+        ]
+        return {"step": self._step, "stream": self._stream.state_dict(), "packer": packer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the step where `state` was taken; bad samples that are met again are reported again."""
+        self._step = state["step"]
+        self._stream.load_state_dict(state["stream"])
+        packer = state["packer"]
+        waiting, *planned = [
+            [{**sample, "item": Draw(*sample["item"])} for sample in row]
+            for row in (packer["waiting"], *packer["planned"])
+        ]
+        self._packer.load_state_dict(
+            {
+                **packer,
+                "waiting": waiting,
+                "planned": planned,
+                "exhausted": False,  # the stream tells: it may have more epochs than when the state was taken
+                "source": state["stream"],
+            }
+        )

@@ -1,0 +1,519 @@
+"""The same steps on any mesh, with any workers, after any interruption; errors reach every rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from itertools import islice
+from math import prod
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import pytest
+import torch
+
+from seqbraid import Mesh
+from seqbraid.data.stream.loader import Loader, StepData
+from seqbraid.layout.packing import CostModel
+from tests.helpers import ranks
+from tests.helpers.toy import ListSource, ToyEncoder, ids, records
+
+MESHES = [{"dp_shard": 2}, {"ring": 2}, {"dp_shard": 2, "ring": 2}]
+FATES = {3: "bad", 11: "not json", 17: "body", 20: "lie", 30: "media"}
+
+
+def loader(mesh: Mesh | None = None, source: list[dict[str, Any]] | None = None, **options: Any) -> Loader:
+    settings: dict[str, Any] = {"row_tokens": 32, "rows_per_step": 3, "buffer_size": 8, "epochs": 2}
+    return Loader(ListSource(source or records(37)), ToyEncoder, mesh or Mesh(), **{**settings, **options})
+
+
+def told(step: StepData) -> tuple[Any, ...]:
+    """What must be the same on every mesh, and this rank's rows."""
+    return (step.step, step.epoch, step.tokens, step.samples), ids(step.rows)
+
+
+def alone(**options: Any) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The steps of one process, and its state after each."""
+    one = loader(**options)
+    found = [(told(step), one.state_dict()) for step in one]
+    return [step for step, _ in found], [state for _, state in found]
+
+
+# --- meshes
+
+
+def on_a_rank(axes: dict[str, int], options: dict[str, Any], state: Any = None) -> list[Any]:
+    mesh = Mesh(**axes)
+    mine = loader(mesh, **options)
+    if state is not None:
+        mine.load_state_dict(state)
+    return [(mesh.data_rank, told(step), mine.state_dict(), mine.bad) for step in mine]
+
+
+def joined(of_ranks: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """The whole job's steps from those of all ranks, after a look whether the ranks agree."""
+    found = []
+    for at_step in zip(*of_ranks, strict=True):
+        rows: dict[int, Any] = {}
+        for data_rank, (_, mine), _, _ in at_step:
+            assert rows.setdefault(data_rank, mine) == mine, "ranks of a sequence group differ"
+        assert all(rank[1][0] == at_step[0][1][0] for rank in at_step)
+        assert all(rank[2:] == at_step[0][2:] for rank in at_step), "states or reports differ"
+        assert len({len(mine) for mine in rows.values()}) == 1, "micro-batches differ"
+        found.append((at_step[0][1][0], sorted(row for mine in rows.values() for row in mine)))
+    return found
+
+
+def padded(steps: list[tuple[Any, ...]], data_world_size: int) -> list[tuple[Any, ...]]:
+    """One process's steps with the empty rows that several data ranks have, rows in an order of their own."""
+    return [(head, sorted(rows + [[]] * (-len(rows) % data_world_size))) for head, rows in steps]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_steps_states_and_reports_are_those_of_one_process_on_any_mesh(
+    axes: dict[str, int], tmp_path: Path
+) -> None:
+    source = records(37, FATES)
+    options = {"source": source, "on_bad_sample": "skip"}
+    steps, states = alone(**options)
+    bad_file = tmp_path / "bad.jsonl"
+    found = ranks.run(on_a_rank, prod(axes.values()), axes, {**options, "bad_file": bad_file})
+    assert joined(found) == padded(steps, axes.get("dp_shard", 1))
+    assert [step[2] for step in found[0]] == states
+    listed = [json.loads(line) for line in bad_file.read_text().splitlines()]
+    assert sorted((line["index"], line["where"], line["reason"]) for line in listed) == [
+        (3, "toy.jsonl:4", "no such image"),
+        (11, "toy.jsonl:12", "not JSON"),
+        (17, "toy.jsonl:18", "image file is truncated"),
+        (20, "toy.jsonl:21", f"length() said {source[20]['n'] + 1}, encode() gave {source[20]['n']}"),
+    ]
+    assert found[0][-1][3].count == 4
+    drawn = sorted(i for _, rows in steps for row in rows for i in row)
+    assert drawn == sorted([i for i in range(37) if i not in (3, 11, 17, 20)] * 2)
+
+
+def test_a_run_goes_on_on_another_mesh() -> None:
+    options = {"source": records(37, FATES), "on_bad_sample": "skip"}
+    steps, states = alone(**options)
+    for after, axes in ((2, {"dp_shard": 2}), (5, {"dp_shard": 2, "ring": 2})):
+        state = json.loads(json.dumps(states[after]))
+        found = ranks.run(on_a_rank, prod(axes.values()), axes, {**options, "prefetch_steps": 4}, state)
+        assert joined(found) == padded(steps[after + 1 :], 2)
+        assert [step[2] for step in found[0]] == states[after + 1 :]
+
+
+def test_a_run_goes_on_after_any_step_with_other_workers_and_prefetch() -> None:
+    options = {"source": records(37, FATES), "on_bad_sample": "skip"}
+    steps, states = alone(**options)
+    assert len(steps) > 8
+    for after, state in enumerate(states):
+        resumed = loader(**options, prefetch_steps=after % 4, workers=2 * (after in (1, len(steps) - 2)))
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert resumed.state_dict() == state
+        assert [told(step) for step in resumed] == steps[after + 1 :], f"after step {after}"
+        assert resumed.state_dict()["left_out"] == states[-1]["left_out"]
+        resumed.close()
+
+
+def test_a_bad_sample_stays_out_of_the_run_even_if_it_is_mended_before_the_run_goes_on() -> None:
+    steps, states = alone(source=records(37, {3: "bad"}), on_bad_sample="skip")
+    after = next(i for i, state in enumerate(states) if state["left_out"]["measured_bad"])
+    resumed = loader(on_bad_sample="skip")
+    resumed.load_state_dict(states[after])
+    assert [told(step) for step in resumed] == steps[after + 1 :]
+    assert resumed.bad.count == 1
+
+
+def test_an_epoch_is_a_permutation_after_a_resume_on_another_mesh_too() -> None:
+    """A set smaller than the buffer: its samples are drawn once each before any is drawn again."""
+    options = {"source": records(96), "row_tokens": 64, "rows_per_step": 2, "buffer_size": 1024, "epochs": 3}
+    steps, states = alone(**options)
+    middle = next(i for i, (head, _) in enumerate(steps) if head[1] > 1.4)
+    found = ranks.run(
+        on_a_rank, 4, {"dp_shard": 2, "ring": 2}, options, json.loads(json.dumps(states[middle]))
+    )
+    assert joined(found) == padded(steps[middle + 1 :], 2)
+    drawn = [i for _, rows in steps[: middle + 1] + joined(found) for row in rows for i in row]
+    seen, num_drawn = 0.0, 0
+    for (_, epoch, *_), rows in steps:
+        num_drawn += sum(map(len, rows))
+        assert epoch == num_drawn / 96 > seen
+        seen = epoch
+    of_epochs = [set(drawn[first : first + 96]) for first in (0, 96, 192)]
+    assert len(drawn) == 288 and all(len(samples) > 96 - 2 * 64 for samples in of_epochs)
+
+
+def costs_on_a_rank(axes: dict[str, int], quadratic: float) -> list[list[int]]:
+    """What the rows of each step cost on this rank."""
+    cost = CostModel(1.0, quadratic)
+    steps = loader(Mesh(**axes), rows_per_step=10, epochs=2, cost=cost)
+    return [[int(cost.of_lengths([len(s["input_ids"]) for s in row])) for row in step.rows] for step in steps]
+
+
+def test_rows_of_a_step_are_level_over_data_ranks() -> None:
+    """By the given cost: rows of as many tokens may differ in their longest sample."""
+    for quadratic in (0.0, 1.0):
+        found = ranks.run(costs_on_a_rank, 4, {"dp_shard": 4}, quadratic)
+        for of_ranks in zip(*found, strict=True):
+            counts = [sum(cost > 0 for cost in costs) for costs in of_ranks]
+            assert max(counts) - min(counts) <= 1
+            assert all(costs == sorted(costs, reverse=True) for costs in of_ranks)
+            # Sorted as one list, the rows are cut into micro-batches.
+            batches = [sorted(batch, reverse=True) for batch in zip(*of_ranks, strict=True)]
+            in_order = [cost for batch in batches for cost in batch]
+            assert in_order == sorted((cost for costs in of_ranks for cost in costs), reverse=True)
+            totals = [sum(costs) for costs in of_ranks]
+            assert max(totals) - min(totals) <= max(batch[0] - batch[-1] for batch in batches)
+
+
+def test_a_step_tells_how_full_its_rows_are() -> None:
+    steps = list(loader(rows_per_step=2, epochs=1))
+    for step in steps:
+        assert step.fill == step.tokens / (32 * len(step.rows))
+    assert sum(step.tokens for step in steps) == sum(record["n"] for record in records(37))
+
+
+def test_a_state_of_other_data_or_settings_is_refused() -> None:
+    one = loader()
+    next(one)
+    state = one.state_dict()
+    with pytest.raises(ValueError, match=r"format 1, this version of seqbraid reads 2: .* another order"):
+        loader().load_state_dict({key: value for key, value in state.items() if key != "format"})
+    for options, message in [
+        ({"seed": 1}, "seed=0 but this loader has seed=1"),
+        ({"rows_per_step": 4}, "rows_per_step=3 but this loader has rows_per_step=4"),
+        ({"source": records(36)}, "num_samples=37 but this loader has num_samples=36"),
+        ({"over_long": "drop"}, "over_long='error' but this loader has over_long='drop'"),
+        ({"row_tokens": 64}, "row_tokens=32 but this loader has row_tokens=64"),
+        ({"buffer_size": 9}, "buffer_size=8 but this loader has buffer_size=9"),
+        ({"shuffle": False}, "shuffle=True but this loader has shuffle=False"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            loader(**options).load_state_dict(state)
+    edited = ListSource(records(37), fingerprint="as many other records")
+    other = Loader(edited, ToyEncoder, Mesh(), row_tokens=32, rows_per_step=3, buffer_size=8, epochs=2)
+    with pytest.raises(ValueError, match="source='toy' but this loader has source='as many other records'"):
+        other.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="has begun already"):
+        one.load_state_dict(state)
+
+
+# --- bad samples
+
+
+def stopped(axes: dict[str, int], fates: dict[int, str], options: dict[str, Any]) -> None:
+    for _ in loader(Mesh(**axes), records(37, fates), **options):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fates", "message"),
+    [
+        ({5: "bad"}, "toy.jsonl:6: no such image"),
+        ({5: "body"}, "toy.jsonl:6: image file is truncated"),
+        ({5: "bug"}, "toy.jsonl:6: KeyError: 'oops'"),
+        ({5: "crash"}, "toy.jsonl:6: KeyError: 'pixels'"),
+    ],
+)
+def test_what_one_rank_sees_stops_all(fates: dict[int, str], message: str) -> None:
+    for raised in ranks.errors(stopped, 4, {"dp_shard": 4}, fates, {}):
+        assert message in raised.message
+
+
+def differing(what: str) -> None:
+    rank = int(os.environ["RANK"])
+    if what == "data":
+        loader(Mesh(dp_shard=2), records(37 + rank))
+    elif what == "epochs":
+        loader(Mesh(dp_shard=2), epochs=2 + rank)
+    elif what == "state":
+        state = loader(Mesh(dp_shard=2)).state_dict()
+        loader(Mesh(dp_shard=2)).load_state_dict({**state, "done": rank})
+    elif what == "worker":
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+        mine = loader(Mesh(dp_shard=2), workers=1, epochs=40)
+        next(mine)
+        if rank == 1:
+            data_workers()[0].kill()
+        for _ in mine:
+            pass
+
+
+def test_ranks_that_do_not_agree_stop_together() -> None:
+    for raised in ranks.errors(differing, 2, "data"):
+        assert "rank 1 has num_samples=38 but rank 0 has 37" in raised.message
+    for raised in ranks.errors(differing, 2, "epochs"):
+        assert "rank 1 has epochs=3 but rank 0 has 2" in raised.message
+    for raised in ranks.errors(differing, 2, "state"):
+        assert "rank 1 has state=" in raised.message
+    for raised in ranks.errors(differing, 2, "worker", limit=120.0):
+        assert "was ended by SIGKILL; is the memory used up?" in raised.message
+
+
+def test_bad_samples_are_logged_up_to_ten_and_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+    source = records(60, dict.fromkeys(range(0, 28, 2), "bad") | {1: "body"})
+    with caplog.at_level(logging.WARNING):
+        many = loader(source=source, on_bad_sample="skip", epochs=3)
+        list(many)
+    assert many.bad.count == 15
+    assert len(many.bad.first) == 10
+    assert sum("skipped a bad sample: toy.jsonl:" in message for message in caplog.messages) == 10
+    assert many.state_dict()["left_out"]["first_bad"] == [list(bad) for bad in many.bad.first]
+
+
+def test_a_source_of_which_nothing_can_be_used_is_an_error() -> None:
+    for fate, message in (("bad", "none of the 6 samples can be used"), ("body", "could be encoded")):
+        source = records(6, dict.fromkeys(range(6), fate))
+        with pytest.raises(ValueError, match=message):
+            list(loader(source=source, on_bad_sample="skip", epochs=None))
+    with pytest.raises(ValueError, match="the source is empty"):
+        Loader(ListSource([]), ToyEncoder, Mesh(), row_tokens=8, rows_per_step=1)
+
+
+def test_a_step_says_where_its_samples_are_from_without_those_that_were_skipped() -> None:
+    steps = list(loader(source=records(37, FATES), on_bad_sample="skip"))
+    for step in steps:
+        assert step.where == [[f"toy.jsonl:{i + 1}" for i in row] for row in ids(step.rows)]
+    assert sum(len(row) for step in steps for row in step.where) == 2 * (37 - 4)
+
+
+def test_a_source_that_cannot_be_encoded_is_found_out_by_a_run_that_goes_on_too() -> None:
+    options: dict[str, Any] = {
+        "source": records(6, dict.fromkeys(range(6), "body")), "on_bad_sample": "skip", "epochs": None,
+        "rows_per_step": 1, "row_tokens": 20, "buffer_size": 1, "prefetch_steps": 0,
+    }  # fmt: skip
+    seen = 0
+    state = None
+    with pytest.raises(ValueError, match="could be encoded"):
+        while True:
+            mine = loader(**options)
+            if state is not None:
+                mine.load_state_dict(state)
+            assert not next(mine).samples
+            state, seen = mine.state_dict(), seen + 1
+            assert seen < 6, "six samples were tried"
+    assert seen
+
+
+def test_over_long_text_is_cut_and_over_long_media_are_bad() -> None:
+    source = records(8)
+    source[2] |= {"n": 50}
+    source[5] |= {"n": 40, "fate": "media"}
+    cut = loader(source=source, over_long="truncate", on_bad_sample="skip", epochs=1)
+    steps = list(cut)
+    samples = {int(s["input_ids"][0]): s for step in steps for row in step.rows for s in row}
+    assert sorted(samples) == [0, 1, 2, 3, 4, 6, 7]
+    assert samples[2]["labels"].tolist() == list(range(32))
+    assert cut.bad.count == 1
+    assert "cannot truncate a sample with the key 'pixel_values'" in cut.bad.first[0].reason
+    assert (cut.over_long.count, cut.over_long.tokens_lost) == (2, 18 + 8)
+    assert sum(step.tokens for step in steps) == sum(min(32, r["n"]) for r in source if r["id"] != 5)
+
+
+def test_what_is_cut_before_its_first_label_is_left_out_and_counted_on_any_mesh(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = records(37)
+    for index, fate in {4: "late", 9: "late", 21: "", 30: "late"}.items():
+        source[index] |= {"n": 33 + index, "fate": fate}
+    options = {"source": source, "over_long": "truncate", "on_bad_sample": "error"}
+    one = loader(**options)
+    with caplog.at_level(logging.WARNING):
+        drawn = [i for step in one for row in ids(step.rows) for i in row]
+    assert sorted(drawn) == sorted([i for i in range(37) if i not in (4, 9, 30)] * 2)
+    lost = 2 * (sum(source[index]["n"] for index in (4, 9, 30)) + source[21]["n"] - 32)
+    assert (one.over_long.count, one.over_long.tokens_lost, one.over_long.without_labels) == (8, lost, 6)
+    assert one.bad.count == 0
+    assert "toy.jsonl:5: no label is among its first 32 tokens: left it out" in caplog.text
+    steps, states = alone(**options)
+    found = ranks.run(on_a_rank, 4, {"dp_shard": 2, "ring": 2}, options)
+    assert joined(found) == padded(steps, 2)
+    assert [step[2] for step in found[0]] == states
+    resumed = loader(**options)
+    resumed.load_state_dict(json.loads(json.dumps(states[2])))
+    assert [told(step) for step in resumed] == steps[3:] and resumed.over_long == one.over_long
+
+
+def test_a_source_of_which_no_label_is_left_is_an_error() -> None:
+    source = [record | {"n": 40, "fate": "late"} for record in records(6)]
+    for epochs in (1, None):
+        with pytest.raises(
+            ValueError, match="6 have no label in the part that a row holds: raise row_tokens"
+        ):
+            list(loader(source=source, over_long="truncate", epochs=epochs))
+
+
+def test_after_an_error_the_loader_stays_stopped_and_its_state_is_that_of_the_last_step() -> None:
+    source = records(37)
+    broken = loader(source=source, prefetch_steps=0, shuffle=False, epochs=1)
+    steps = [next(broken), next(broken)]
+    state = broken.state_dict()
+    source[36]["fate"] = "body"  # it is drawn near the end
+    with pytest.raises(ValueError, match=r"toy.jsonl:37: image file is truncated"):
+        while True:
+            steps.append(next(broken))
+            state = broken.state_dict()
+    assert broken.state_dict() == state
+    with pytest.raises(RuntimeError, match="has stopped"):
+        next(broken)
+    source[36]["fate"] = ""
+    resumed = loader(source=source, shuffle=False, epochs=1)
+    resumed.load_state_dict(state)
+    found = [i for step in [*steps, *resumed] for row in ids(step.rows) for i in row]
+    assert sorted(found) == list(range(37))
+
+
+def test_progress_goes_from_nothing_to_all() -> None:
+    one = loader()
+    assert one.progress() == 0.0
+    seen = 0
+    for step in one:
+        seen += step.samples
+        assert one.progress() == seen / 74
+    assert seen == 74
+    assert loader(epochs=None).progress() is None
+
+
+class SlowAtFirst(ToyEncoder):
+    """An encoder that takes long for its first sample."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.2
+
+    def encode(self, record: dict[str, Any]) -> dict[str, Any]:
+        sleep(self.seconds)
+        self.seconds = 0.0
+        return super().encode(record)
+
+
+def test_a_step_waits_for_its_own_samples_alone() -> None:
+    slow = Loader(ListSource(records(37)), SlowAtFirst, Mesh(), row_tokens=32, rows_per_step=3, epochs=2)
+    start = monotonic()
+    waits = [step.wait_s for step in slow]
+    assert 0.2 <= sum(waits) <= monotonic() - start
+
+
+# --- workers
+
+
+def data_workers() -> list[BaseProcess]:
+    return [child for child in multiprocessing.active_children() if child.name.startswith("data worker")]
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_workers_give_what_no_workers_give_and_keep_no_descriptors() -> None:
+    source = records(200, dict.fromkeys(range(0, 200, 2), "media"), longest=32)
+    options = {"source": source, "rows_per_step": 20, "epochs": 1}
+    expected = [told(step) for step in loader(**options)]
+    with_workers = loader(**options, workers=2)
+    kept = list(islice(with_workers, 1))
+    before = open_descriptors()
+    kept += list(with_workers)
+    assert open_descriptors() <= before + 2
+    assert [told(step) for step in kept] == expected
+    for step in kept:
+        for sample in (sample for row in step.rows for sample in row):
+            record = source[int(sample["input_ids"][0])]
+            assert ("pixel_values" in sample) == (record["fate"] == "media")
+            if "pixel_values" in sample:
+                assert torch.equal(
+                    sample["pixel_values"], torch.full((record["n"], 1024), float(record["id"]))
+                )
+                sample["pixel_values"].zero_()  # what arrived may be written to
+    assert all(step.wait_s >= 0 for step in kept)
+    with_workers.close()
+    assert not data_workers()
+
+
+class Failing(ToyEncoder):
+    """An encoder that cannot be made."""
+
+    def __init__(self) -> None:
+        raise ValueError("no tokenizer here")
+
+
+def test_errors_in_workers_are_told_apart() -> None:
+    bug = loader(source=records(37, {5: "bug"}), workers=1, on_bad_sample="skip")
+    with pytest.raises(RuntimeError, match=r"(?s)^toy.jsonl:6: KeyError: 'oops'.*in length"):
+        next(bug)
+    bug.close()
+    with pytest.raises(ValueError, match="must be picklable"):
+        Loader(ListSource(records(5)), lambda: ToyEncoder(), Mesh(), row_tokens=8, rows_per_step=1, workers=1)
+    no_encoder = Loader(ListSource(records(5)), Failing, Mesh(), row_tokens=32, rows_per_step=1, workers=1)
+    with pytest.raises(RuntimeError, match="no tokenizer here"):
+        next(no_encoder)
+    no_encoder.close()
+
+
+def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
+    dying = loader(workers=2, epochs=40, prefetch_steps=0)
+    next(dying)
+    next(child for child in data_workers() if child.name == "data worker 1").kill()
+    with pytest.raises(RuntimeError, match=r"^data worker 1 \(process \d+\) was ended by SIGKILL"):
+        list(dying)
+    dying.close()
+    assert not data_workers()
+
+
+ORPHANS = """
+import os, sys, time
+from seqbraid import Mesh
+from seqbraid.data.stream.loader import Loader
+from tests.helpers.toy import ListSource, ToyEncoder, records
+
+class Slow(ToyEncoder):
+    def encode(self, record):
+        if record["id"] == 7:
+            print("worker", os.getpid(), flush=True)
+            time.sleep(600)
+        return super().encode(record)
+
+if __name__ == "__main__":
+    source = ListSource(records(64))
+    loader = Loader(source, Slow, Mesh(), row_tokens=32, rows_per_step=2, workers=2, epochs=None)
+    for step in loader:
+        pass
+"""
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().startswith("worker "), "the busy worker"
+        assert len(session(parent.pid)) > 2
+        parent.kill()
+        end = monotonic() + 60  # one may still be starting, on a busy machine
+        while session(parent.pid) - {parent.pid} and monotonic() < end:
+            sleep(0.05)
+        assert not session(parent.pid) - {parent.pid}
+
+
+def session(leader: int) -> set[int]:
+    """The processes of a session, workers and whatever forks them included."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.add(int(stat.parent.name))
+    return found
