@@ -70,7 +70,7 @@ class RowPlans:
             )
             if sum(self.group_tokens):
                 self.ring(window, True, False, ratio)
-            if self.layout.whole_sequences(self.rank):
+            if self.layout.num_shared_tokens(self.rank) < self.layout.num_local_tokens:
                 self.ring(window, False, True)
         if needs.gated_delta is not None:
             if self.method(needs.gated_delta, needs.itemsize) == "heads":
