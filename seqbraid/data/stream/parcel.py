@@ -30,7 +30,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.device.type != "cpu" or obj.layout != torch.strided:
             return NotImplemented
-        data = obj.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        whole = obj.detach().resolve_conj().resolve_neg().contiguous()
+        # A single number is contiguous whatever its stride, but bytes are seen at a stride of 1 alone.
+        data = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         return _tensor, (pickle.PickleBuffer(data.numpy().data), obj.dtype, tuple(obj.shape))
 
 
