@@ -53,7 +53,7 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
         # Inputs are not cast: the embeddings start in the right type, as in a stock model of that type, and
         # the casting would rebuild every dataclass among a layer's arguments, the step's context included.
         policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in model.decoder_layers:
+    for layer in model.parts.layer_list:
         fully_shard(layer, mesh=axes, mp_policy=policy)
     fully_shard(model, mesh=axes, mp_policy=policy)
     for module in model.modules():

@@ -12,7 +12,7 @@ from ..models.braided import BraidedModel
 from ..models.head import forward_replaced
 from .checkpointing import CheckpointedDecoderLayer, CheckpointedLayer
 from .offload import HostMemory
-from .tiled_mlp import TiledMLP, tileable
+from .tiled_mlp import TiledMLP
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -57,11 +57,13 @@ class MemoryOptions:
 
 def apply_memory_options(model: BraidedModel, options: MemoryOptions) -> None:
     """Throw the switches; `release` of the model throws them back."""
-    layers = list(model.decoder_layers)
+    layers = list(model.parts.layer_list)
     if options.checkpointing != "none":
         _refuse_second_checkpoint(model, layers)
     if options.mlp_tile is not None:
-        found = [module for layer in layers for module in tileable(layer)]
+        # Routed experts are left alone: how many tokens they get is up to the router, and they never see all
+        # of them at once.
+        found = [module for layer in model.parts.layers for module in layer.dense]
         if not found:
             raise ValueError(
                 f"mlp_tile={options.mlp_tile}: {type(model.model).__name__} has no dense MLP that we know to "
@@ -75,8 +77,8 @@ def apply_memory_options(model: BraidedModel, options: MemoryOptions) -> None:
     keep_mixers = options.checkpointing == "selective"
     _checkpoint(model, layers, CheckpointedDecoderLayer, keep_mixers, options.offload)
     if options.checkpointing == "full":
-        for blocks in _encoder_blocks(model):
-            _checkpoint(model, list(blocks), CheckpointedLayer, False, options.offload)
+        for tower in model.parts.towers:
+            _checkpoint(model, tower.blocks, CheckpointedLayer, False, options.offload)
 
 
 def _checkpoint(
@@ -89,12 +91,6 @@ def _checkpoint(
     host = HostMemory() if offload else None
     for index, layer in enumerate(layers):
         model.until_release(forward_replaced(layer, kind(layer, index, keep_mixers, host)))
-
-
-def _encoder_blocks(model: BraidedModel) -> list[nn.ModuleList]:
-    """Per media encoder its stack of blocks, which the library marks as layers to be checkpointed."""
-    lists = (part for tower in model.towers for part in tower.children() if isinstance(part, nn.ModuleList))
-    return [blocks for blocks in lists if len(blocks) and hasattr(blocks[0], "gradient_checkpointing")]
 
 
 def _refuse_second_checkpoint(model: BraidedModel, layers: Sequence[nn.Module]) -> None:

@@ -35,6 +35,7 @@ from .backward_once import backward_once
 from .batch import PackedBatch
 from .media_adapter import make_adapter
 from .output import LocalLoss, StepOutput
+from .parts import ModelParts
 from .router import load_balancing_loss
 from .unchanged import Unchanged
 
@@ -79,21 +80,14 @@ class BraidedModel(nn.Module):
         }
 
     @property
-    def decoder_layers(self) -> nn.ModuleList:
-        """The layers of the decoder, each of them a unit for sharding and checkpointing."""
-        return self._adapter.decoder_layers
-
-    @property
     def device(self) -> torch.device:
         """Where the model computes; batches come to it."""
         return next(self.model.parameters()).device
 
     @property
-    def towers(self) -> list[nn.Module]:
-        """The media encoders; a text model has none."""
-        encoders = getattr(self._adapter, "encoders", None)
-        found = (getattr(encoders, name, None) for name in ("visual", "audio"))
-        return [tower for tower in found if tower is not None]
+    def parts(self) -> ModelParts:
+        """Where the stock model keeps what."""
+        return self._adapter.parts
 
     def __call__(
         self, batch: PackedBatch, label_tokens: int | None = None, seed: int | None = None

@@ -12,25 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from .media import MediaInput
-
-
-def towers_of(model: Any) -> Any:
-    """The module that holds the towers: below the head, or in older releases of Omni beside the decoder."""
-    for module in (model.model, model):
-        if hasattr(module, "visual"):
-            return module
-    raise ValueError(f"{type(model).__name__} has no vision tower where we know to look for it")
+from .parts import ModelParts
 
 
 class Encoders:
     """The vision tower and, where there is one, the audio tower of a media model."""
 
-    def __init__(self, model: Any, width: int) -> None:
-        towers = towers_of(model)
-        self.visual: Any = towers.visual
-        self.audio: Any = getattr(towers, "audio_tower", None)
-        self.width = width
-        self.num_levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", None) or ())
+    def __init__(self, parts: ModelParts) -> None:
+        vision, audio = parts.tower("vision"), parts.tower("audio")
+        assert vision is not None, "a media model has a vision tower"
+        self.visual: Any = vision.module
+        self.audio: Any = None if audio is None else audio.module
+        self.width = int(parts.config.hidden_size)
+        levels = getattr(self.visual.config, "deepstack_visual_indexes", None)
+        self.num_levels = len(levels or ())
 
     def features(self, own: Sequence[MediaInput]) -> Tensor:
         """`[R, D·(1 + L)]`: embeddings and DeepStack levels of the items, one item behind the other.

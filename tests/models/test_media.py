@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import seqbraid as sb
-from seqbraid.models.encoders import Encoders, towers_of
+from seqbraid.models.encoders import Encoders
 from seqbraid.models.families import family_of
 from seqbraid.models.media import MediaInput, sample_media
 from seqbraid.models.media_tokens import audio_tokens
+from seqbraid.models.parts import ModelParts, towers_of
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.media import tiny_media_config, tiny_media_model
 from seqbraid.models.tiny.media_samples import media_sample
@@ -108,7 +109,7 @@ def clips(lengths: tuple[int, ...]) -> list[MediaInput]:
 def test_a_clip_is_not_changed_by_longer_ones_beside_it() -> None:
     """The stock tower does change it, once convolutions have biases."""
     model = tiny_media_model("qwen3_omni")
-    encoders = Encoders(model, 32)
+    encoders = Encoders(ModelParts.of(model))
     together = clips((70, 300, 5, 100, 70, 1, 130))
     with torch.no_grad():
         counts = [media.item.num_features for media in together]

@@ -212,7 +212,7 @@ def test_precisions_are_what_they_say(
 ) -> None:
     trainer = Trainer(config(folder, tmp_path / "run", precision=precision), HERE)
     found: set[torch.dtype] = set()
-    projection = trainer.model.decoder_layers[0].mlp.down_proj
+    projection = trainer.model.parts.layer_list[0].mlp.down_proj
     projection.register_forward_hook(lambda module, inputs, output: found.add(output.dtype))
     trainer.stop = True
     trainer.run()
