@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,6 +42,16 @@ RECURRENT = re.compile(
     r"Mamba|SSM|Ssm[A-Z]|R[Ww][Kk][Vv]|Recurrent|Retention|Hyena|Delta|Lightning|LinearAtt|Conv(?!ers)"
 )
 """Names of modules that carry state from token to token in a way the attention interface does not show."""
+
+
+@dataclass(frozen=True)
+class DecoderOutput:
+    """What a decoder gives for this rank's tokens."""
+
+    hidden_TD: Tensor
+    """After the final norm."""
+    router_logits: tuple[Tensor, ...] | None = None
+    """`[T, E]` per layer with experts; None where they were not asked for."""
 
 
 class Adapter:
@@ -171,12 +182,8 @@ class Adapter:
                 f"(max_position_embeddings={limit}); cut the sample"
             )
 
-    def hidden(
-        self, batch: PackedBatch, context: StepContext, with_router: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The last hidden states `[T, D]` of this rank's tokens and, if asked for, the router logits per
-        layer.
-        """
+    def decode(self, batch: PackedBatch, context: StepContext, with_router: bool) -> DecoderOutput:
+        """The decoder on this rank's tokens."""
         extra = {"output_router_logits": True} if with_router else {}
         positions_4T = batch.positions
         device = batch.input_ids.device
@@ -198,10 +205,12 @@ class Adapter:
                 f"layers {sorted(missing)} of {self.name} did not mix their tokens through the attention "
                 "interface or a known gated-delta module, so packed samples may have seen each other there"
             )
+        if not with_router:
+            return DecoderOutput(outputs.last_hidden_state[0])
         router = getattr(outputs, "router_logits", None)
-        if with_router and not router:
+        if not router:
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
-        return outputs.last_hidden_state[0], router
+        return DecoderOutput(outputs.last_hidden_state[0], tuple(router))
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""

@@ -22,6 +22,7 @@ from ..ops.kernels import KernelOptions
 from ..ops.linear_cross_entropy import LossSums, linear_cross_entropy
 from ..ops.table import make_kernels
 from ..sequence_parallel.context import StepContext
+from .adapter import DecoderOutput
 from .agreement import (
     Agreed,
     agree_on_step,
@@ -134,7 +135,8 @@ class BraidedModel(nn.Module):
         loss: LossFunction | None = None,
     ) -> LocalLoss:
         """See `local_loss`, which gathers the parameters of a sharded model around it."""
-        hidden_TD, router = self._hidden(batch, self._adapter.uses_router_loss, seed)
+        decoded = self._decode(batch, self._adapter.uses_router_loss, seed)
+        hidden_TD = decoded.hidden_TD
         head = self._adapter.head
         if loss is None:
             sums = linear_cross_entropy(
@@ -146,11 +148,13 @@ class BraidedModel(nn.Module):
         # A rank without labels contributes an exact zero, and still takes part in the backward.
         share = sums.loss / max(1, divisor)
         aux = torch.zeros_like(sums.loss)
-        if router is not None:
+        if decoded.router_logits is not None:
             top_k = self._adapter.config.num_experts_per_tok
             # Per row, weighted by the row's labels: no mesh and no accumulation changes it.
             weight = batch.label_tokens / max(1, label_tokens)
-            aux = weight * load_balancing_loss(router, batch.real, top_k, self.groups["sequence"])
+            aux = weight * load_balancing_loss(
+                decoded.router_logits, batch.real, top_k, self.groups["sequence"]
+            )
             share = share + self._adapter.config.router_aux_loss_coef * aux
         # In float64, where the count of correct tokens is exact.
         return LocalLoss(share, torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)]))
@@ -198,7 +202,7 @@ class BraidedModel(nn.Module):
     @torch.no_grad()
     def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
         """`logits`, with the parameters at hand."""
-        hidden_TD, _ = self._hidden(batch, with_router=False, seed=0)
+        hidden_TD = self._decode(batch, with_router=False, seed=0).hidden_TD
         head = self._adapter.head
         parts = self.groups["sequence"].all_gather(F.linear(hidden_TD, head.weight, head.bias))
         row = batch.layout.unshard(parts)
@@ -230,14 +234,12 @@ class BraidedModel(nn.Module):
         self._adapter.unbraid()
         return self.model
 
-    def _hidden(
-        self, batch: PackedBatch, with_router: bool, seed: int | None
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    def _decode(self, batch: PackedBatch, with_router: bool, seed: int | None) -> DecoderOutput:
         ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
         context = StepContext(
             batch.plans, ring, ulysses, sequence, self.gated_delta, seed, batch.keys, self.kernels
         )
-        return self._adapter.hidden(batch, context, with_router)
+        return self._adapter.decode(batch, context, with_router)
 
     def _settings(self) -> dict[str, Any]:
         """What decides which exchanges a step makes, and what its sums mean: the same on every rank."""
