@@ -36,7 +36,7 @@ class MediaAdapter(Adapter):
             )
         embeds_TD: Tensor = self.parts.embedding(batch.input_ids)
         plan, width = batch.media.plan, embeds_TD.shape[1]
-        features = self.encoders.features(batch.media.own).to(embeds_TD.dtype)
+        features = self.encoders.features(batch.media.own, embeds_TD).to(embeds_TD.dtype)
         # In the order of local slots; a rank without items or media tokens takes part all the same.
         arrived = spread_features(features, plan, context.sequence)
         embeds_TD = embeds_TD.index_copy(0, plan.local_rows, arrived[:, :width])

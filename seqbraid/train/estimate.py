@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from ..distributed.memory import MemoryOptions
 from ..mesh import Mesh
 from ..models.parts import LayerParts, ModelParts
 from ..ops.linear_cross_entropy import default_chunk
+from ..plan.memory import MemoryOptions
 from .activations import FLOAT32, layer_activations
 from .anatomy import parts_of
 

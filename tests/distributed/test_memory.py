@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 import seqbraid as sb
 from seqbraid.distributed import offload
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models import attention
 from seqbraid.models.braided import BraidedModel
 from seqbraid.models.parts import ModelParts
@@ -22,6 +21,7 @@ from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
 from seqbraid.models.tiny.media_samples import media_sample
 from seqbraid.models.tiny.samples import LENGTHS, random_samples
+from seqbraid.plan.memory import MemoryOptions
 from tests.helpers import ranks
 
 FAMILIES = ["llama", "qwen3_vl", "qwen3_5", "qwen3_moe"]

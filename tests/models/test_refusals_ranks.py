@@ -11,9 +11,9 @@ import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
 from tests.helpers import ranks
 
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from seqbraid.data.media.files import MediaFiles
 from seqbraid.data.media.items import MediaOptions
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.mesh import Mesh
+from seqbraid.plan.memory import MemoryOptions
 from seqbraid.train.config import CheckpointConfig, DataConfig, LoraConfig, TrainConfig
 from seqbraid.train.evaluate import evaluate
 from seqbraid.train.nonfinite import NonFiniteError
