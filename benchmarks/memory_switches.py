@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from seqbraid import BraidedModel, PackedBatch, pack, parallelize
 from seqbraid.distributed import offload
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
 
 MIB = 2**20
 

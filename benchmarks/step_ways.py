@@ -26,7 +26,7 @@ def make(way: str, case: Case, config: Any, row: Row, checkpointing: str) -> tup
 
 def _seqbraid(case: Case, config: Any, row: Row, checkpointing: str) -> tuple[torch.nn.Module, Step]:
     import seqbraid as sb
-    from seqbraid.distributed.memory import MemoryOptions
+    from seqbraid.plan.memory import MemoryOptions
 
     mesh = sb.Mesh()
     model = sb.parallelize(case.build(config), mesh, memory=MemoryOptions(checkpointing=checkpointing))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .data.pack import pack
-    from .distributed import MemoryOptions, parallelize
+    from .distributed import parallelize
     from .layout import SequenceLayout
     from .mesh import Mesh
     from .models.batch import BadBatch, PackedBatch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .models.output import StepOutput
     from .models.step import Step, forward_backward
     from .ops.kernels import KernelOptions
+    from .plan.memory import MemoryOptions
 
 __version__ = "0.1.0.dev0"
 
@@ -40,7 +41,7 @@ _HOMES = {
     "BadBatch": ".models.batch",
     "BraidedModel": ".models.braided",
     "KernelOptions": ".ops.kernels",
-    "MemoryOptions": ".distributed",
+    "MemoryOptions": ".plan.memory",
     "Mesh": ".mesh",
     "PackedBatch": ".models.batch",
     "SequenceLayout": ".layout",

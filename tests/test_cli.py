@@ -120,7 +120,7 @@ def test_public_names_are_loaded_when_asked_for() -> None:
     code = (
         "import sys, seqbraid as sb; assert set(sb.__all__) <= set(dir(sb)); "
         "sb.SequenceLayout([3]); assert 'torch' not in sys.modules; "
-        "import seqbraid.distributed.memory; assert callable(sb.parallelize); "
-        "assert sb.MemoryOptions is seqbraid.distributed.memory.MemoryOptions"
+        "import seqbraid.plan.memory; assert callable(sb.parallelize); "
+        "assert sb.MemoryOptions is seqbraid.plan.memory.MemoryOptions"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

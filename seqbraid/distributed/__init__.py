@@ -4,6 +4,5 @@
 """
 
 from .api import parallelize
-from .memory import MemoryOptions
 
-__all__ = ["MemoryOptions", "parallelize"]
+__all__ = ["parallelize"]

@@ -12,8 +12,9 @@ from ..mesh import Mesh
 from ..models.agreement import config_values
 from ..models.braided import BraidedModel
 from ..ops.kernels import KernelOptions
+from ..plan.memory import MemoryOptions
 from .fsdp import check_compute_dtype, shard_parameters
-from .memory import MemoryOptions, apply_memory_options
+from .memory import apply_memory_options
 
 
 def parallelize(
@@ -101,6 +102,7 @@ def _alike(
         # Tiles and chunks send nothing: their sizes are a rank's own.
         "memory.checkpointing": memory.checkpointing,
         "memory.offload": memory.offload,
+        "memory.reduce_gradients": memory.reduce_gradients,
         "kernels": repr(kernels or KernelOptions()),
         "compute_dtype": str(compute_dtype),
         "the parameter": {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import (
 from ..comm.consensus import agree
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
+from ..plan.units import Units
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 """What a step may be computed in. float16 would need its loss scaled."""
@@ -39,7 +42,8 @@ def check_compute_dtype(model: nn.Module, compute_dtype: torch.dtype | None) -> 
 
 
 def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype | None = None) -> None:
-    """Shard layer by layer; `.grad` is then the sum over all ranks, each of which holds its part of it.
+    """Shard unit by unit (`plan/units.py` says which, and what stays gathered); `.grad` is then the sum over
+    all ranks, each of which holds its part of it.
 
     The sum is right because every rank's loss is its own tokens' share of the one global mean. With a
     `compute_dtype`, parameters are cast when they are gathered, and gradients are summed in float32. One
@@ -53,14 +57,40 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
         # Inputs are not cast: the embeddings start in the right type, as in a stock model of that type, and
         # the casting would rebuild every dataclass among a layer's arguments, the step's context included.
         policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in model.decoder_layers:
-        fully_shard(layer, mesh=axes, mp_policy=policy)
+    units = Units.of(model.parts)
+    for unit in reversed(units.units):  # those within others first
+        stays = unit.stays_for_backward
+        fully_shard(unit.module, mesh=axes, mp_policy=policy, reshard_after_forward=not stays)
     fully_shard(model, mesh=axes, mp_policy=policy)
+    _prefetch(model, units)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(model, "gathered_logits")
+
+
+def _prefetch(model: nn.Module, units: Units) -> None:
+    """While a unit computes, the next is gathered: said here, since the host may wait for the device within a
+    layer (experts, chains of states), and would gather the next one too late.
+    """
+    whole: list[Any] = [model, *(unit.module for unit in units.units)]
+    module: Any
+    for module, following in pairwise(whole):
+        module.set_modules_to_forward_prefetch([following])
+    order = units.backward
+    wanted = {
+        id(unit.module): next((u.module for u in order[i + 1 :][:1] if u.backward_reads), unit.module)
+        for i, unit in enumerate(order)
+    }
+    for unit in units.units:
+        module = unit.module
+        module.set_unshard_in_backward(unit.backward_reads)
+        # One that is at work already stands for none: by default FSDP2 gathers what ran before, which may
+        # have no backward.
+        module.set_modules_to_backward_prefetch([wanted.get(id(module), module)])
+    root: Any = model
+    root.set_modules_to_backward_prefetch([root])
 
 
 def _mesh_of_one() -> DeviceMesh:

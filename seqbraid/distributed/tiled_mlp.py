@@ -17,31 +17,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..models.running import running_rows, running_step
 
-PROJECTIONS = (
-    ("gate_proj", "up_proj", "down_proj"),
-    ("gate_up_proj", "down_proj"),
-    ("c_fc", "c_proj"),
-    ("fc1", "fc2"),
-)
-"""What the families call the linear layers of a dense MLP; each must be a module (experts are tensors)."""
-
-
-def tileable(layer: nn.Module) -> list[nn.Module]:
-    """The dense MLPs of a decoder layer, a shared expert among them. Routed experts are left alone: how many
-    tokens they get is up to the router, and they never see all of them at once.
-    """
-    found: list[nn.Module] = []
-    for name, child in layer.named_children():
-        if any(_is_module(child, names) for names in PROJECTIONS):
-            found.append(child)
-        elif name != "experts":
-            found += tileable(child)
-    return found
-
-
-def _is_module(module: nn.Module, names: tuple[str, ...]) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in names)
-
 
 class TiledMLP:
     """Stands in for the forward of an MLP."""

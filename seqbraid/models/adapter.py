@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +19,12 @@ from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
 from ..sequence_parallel.ulysses import HeadPlan
 from . import attention
 from .batch import PackedBatch
-from .decoder import find_decoder, find_layers
 from .dropout import active_dropout, braid_dropout
 from .experts import are_experts, braid_experts
-from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
-from .head import check_nothing_around, check_plain, find_head, refuse_adapter
+from .gated_delta import braid_gated_delta, unbraid_gated_delta
+from .head import check_nothing_around, check_plain, refuse_adapter
+from .mixers import gated_delta_sizes
+from .parts import ModelParts
 from .randomness import no_random_numbers, refuse_random_layers
 from .router import check_router_loss
 from .running import bind_layer, running, unbind
@@ -42,8 +44,18 @@ RECURRENT = re.compile(
 """Names of modules that carry state from token to token in a way the attention interface does not show."""
 
 
+@dataclass(frozen=True)
+class DecoderOutput:
+    """What a decoder gives for this rank's tokens."""
+
+    hidden_TD: Tensor
+    """After the final norm."""
+    router_logits: tuple[Tensor, ...] | None = None
+    """`[T, E]` per layer with experts; None where they were not asked for."""
+
+
 class Adapter:
-    """A text decoder of transformers: where its layers, its head and its mixers are."""
+    """A text decoder of transformers, whose mixers we take over."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -51,30 +63,29 @@ class Adapter:
         self.name = type(model).__name__
         self.stock_attention: str = self.config._attn_implementation
         self._check_config()  # first, as a kind of layers says more than where they are
-        self.head = find_head(model)
-        self.decoder = self._decoder()
-        self.decoder_layers = find_layers(model, self.decoder, self.config)
-        self.has_learned_positions = _has_learned_positions(self.decoder, self.config)
-        self.gated_delta: list[Any] = [m for m in self.decoder.modules() if is_gated_delta(m)]
+        self.parts = ModelParts.of(model)
+        self.head, self.decoder = self.parts.head, self.parts.decoder
+        self.has_learned_positions = _has_learned_positions(self.parts)
+        self.gated_delta: list[Any] = [x.mixer for x in self.parts.layers if x.kind == "gated_delta"]
         self._router_is_known = False
         self._bound: list[nn.Module] = []
         self._check_mixers()
         _check_embeddings(model)
         check_nothing_around(model, self.decoder, self.head)
 
-    def _decoder(self) -> nn.Module:
-        return find_decoder(self.model)
-
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
         """What the mesh asks of the model, said before any rank talks to another."""
-        heads = self.config.num_attention_heads
-        HeadPlan(heads, getattr(self.config, "num_key_value_heads", None) or heads, mesh.ulysses)
+        for layer in self.parts.layers:
+            if layer.mixer is not None and layer.kind != "gated_delta":
+                heads = self.parts.heads(layer)
+                HeadPlan(heads.num_queries, heads.num_keys, mesh.ulysses)
         if gated_delta not in CHOICES:
             choices = ", ".join(repr(choice) for choice in CHOICES)
             raise ValueError(f"gated_delta={gated_delta!r} is unknown; use one of {choices}")
         if gated_delta == "heads":
             for module in self.gated_delta:
-                GatedDeltaHeads(module.num_k_heads, module.num_v_heads, mesh.sequence_size)
+                sizes = gated_delta_sizes(module)
+                GatedDeltaHeads(sizes.num_keys, sizes.num_values, mesh.sequence_size)
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""
@@ -96,16 +107,16 @@ class Adapter:
 
     def _braid_parts(self) -> None:
         """Experts and dropout, wherever they are; layers that have some say which step they run for."""
-        for name, module in self.decoder.named_modules():
+        for module in (part for layer in self.parts.layers for part in layer.experts):
             if are_experts(module):
                 braid_experts(module)
-            elif isinstance(module, nn.Dropout):
+                self._bound.append(module)
+        for name, module in self.decoder.named_modules():
+            if isinstance(module, nn.Dropout):
                 braid_dropout(module, name)
-            else:
-                continue
-            self._bound.append(module)
+                self._bound.append(module)
         inside = {id(module) for module in self._bound}
-        for layer in self.decoder_layers:
+        for layer in self.parts.layer_list:
             if any(id(module) in inside for module in layer.modules()):
                 bind_layer(layer)
                 self._bound.append(layer)
@@ -159,7 +170,7 @@ class Adapter:
     @property
     def is_training(self) -> bool:
         """Whether what is random in training would be drawn: by the decoder's own mode."""
-        return any(layer.training for layer in self.decoder_layers)
+        return any(layer.training for layer in self.parts.layer_list)
 
     def _check_positions(self, batch: PackedBatch) -> None:
         if not self.has_learned_positions:
@@ -171,12 +182,8 @@ class Adapter:
                 f"(max_position_embeddings={limit}); cut the sample"
             )
 
-    def hidden(
-        self, batch: PackedBatch, context: StepContext, with_router: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The last hidden states `[T, D]` of this rank's tokens and, if asked for, the router logits per
-        layer.
-        """
+    def decode(self, batch: PackedBatch, context: StepContext, with_router: bool) -> DecoderOutput:
+        """The decoder on this rank's tokens."""
         extra = {"output_router_logits": True} if with_router else {}
         positions_4T = batch.positions
         device = batch.input_ids.device
@@ -198,10 +205,12 @@ class Adapter:
                 f"layers {sorted(missing)} of {self.name} did not mix their tokens through the attention "
                 "interface or a known gated-delta module, so packed samples may have seen each other there"
             )
+        if not with_router:
+            return DecoderOutput(outputs.last_hidden_state[0])
         router = getattr(outputs, "router_logits", None)
-        if with_router and not router:
+        if not router:
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
-        return outputs.last_hidden_state[0], router
+        return DecoderOutput(outputs.last_hidden_state[0], tuple(router))
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""
@@ -278,10 +287,9 @@ def _check_embeddings(model: PreTrainedModel) -> None:
                 )
 
 
-def _has_learned_positions(decoder: nn.Module, config: Any) -> bool:
+def _has_learned_positions(parts: ModelParts) -> bool:
     """Whether positions are looked up in a table, which ends somewhere."""
-    limit = getattr(config, "max_position_embeddings", None)
-    return bool(limit) and any(
-        isinstance(module, nn.Embedding) and ("pos" in name or "wpe" in name)
-        for name, module in decoder.named_modules()
-    )
+    names = {id(module): name for name, module in parts.decoder.named_modules()}
+    found = [names[id(table)] for table in parts.other_embeddings]
+    limit = getattr(parts.config, "max_position_embeddings", None)
+    return bool(limit) and any("pos" in name or "wpe" in name for name in found)

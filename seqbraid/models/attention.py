@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..sequence_parallel.context import StepContext
 from ..sequence_parallel.softmax import softmax_attention
+from .mixers import config_windows, masks_fully
 
 NAME = "seqbraid"
 """Our name in transformers' registry. Without a context it is plain SDPA, so `generate` goes on working."""
-
-WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size")
-"""What configs call the tokens that a windowed layer sees."""
 
 HARMLESS = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "is_causal",
@@ -138,15 +135,6 @@ def _refuse_unknown(
     _refuse_unsaid_window(module, sliding_window)
 
 
-def _masks_fully(module: nn.Module) -> bool:
-    """Whether a family's file has no other masks than causal ones, so that a window in its config, which
-    checkpoints of some families have for other software, is never used.
-    """
-    family = sys.modules[type(module).__module__]
-    makers = {n for n, f in vars(family).items() if getattr(f, "__module__", None) == masking_utils.__name__}
-    return makers == {"create_causal_mask"}
-
-
 def _refuse_unsaid_window(module: nn.Module, sliding_window: int | None) -> None:
     """A layer that masks by a window of the config must say so to attention, or be known to see all."""
     if sliding_window is not None:
@@ -156,11 +144,10 @@ def _refuse_unsaid_window(module: nn.Module, sliding_window: int | None) -> None
     layer = _layer_index(module)
     if kinds is not None and kinds[layer] == "full_attention":
         return
-    found = {key: getattr(config, key, None) for key in WINDOWS}
-    found = {key: window for key, window in found.items() if window}
+    found = config_windows(config)
     if kinds is not None and kinds[layer] == "sliding_attention":
         what = "is a sliding-window layer"
-    elif found and getattr(config, "use_sliding_window", True) and not _masks_fully(module):
+    elif found and getattr(config, "use_sliding_window", True) and not masks_fully(module):
         what = f"has {', '.join(f'{key}={window}' for key, window in found.items())} in its config"
     else:
         return

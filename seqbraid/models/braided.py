@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -22,6 +21,7 @@ from ..ops.kernels import KernelOptions
 from ..ops.linear_cross_entropy import LossSums, linear_cross_entropy
 from ..ops.table import make_kernels
 from ..sequence_parallel.context import StepContext
+from .adapter import DecoderOutput
 from .agreement import (
     Agreed,
     agree_on_step,
@@ -33,10 +33,14 @@ from .agreement import (
 )
 from .backward_once import backward_once
 from .batch import PackedBatch
+from .head import call_with_head
 from .media_adapter import make_adapter
 from .output import LocalLoss, StepOutput
+from .parts import ModelParts
 from .router import load_balancing_loss
 from .unchanged import Unchanged
+
+ReduceGradients = Literal["each", "once"]
 
 LossFunction = Callable[[Tensor, nn.Linear, PackedBatch], Tensor]
 """A sum over this rank's tokens, of the hidden states `[T, D]`, the head and the batch, whose `targets` and
@@ -63,6 +67,8 @@ class BraidedModel(nn.Module):
         self.gated_delta = gated_delta
         self.loss_chunk: int | None = None
         """Tokens per chunk of head and loss; None lets the size of the vocabulary decide."""
+        self.reduce_gradients: ReduceGradients = "each"
+        """When ranks exchange the gradients of micro-batches (`accumulating`)."""
         self.training = model.training
         self._until_release = ExitStack()
         self._adapter = make_adapter(model)
@@ -79,21 +85,14 @@ class BraidedModel(nn.Module):
         }
 
     @property
-    def decoder_layers(self) -> nn.ModuleList:
-        """The layers of the decoder, each of them a unit for sharding and checkpointing."""
-        return self._adapter.decoder_layers
-
-    @property
     def device(self) -> torch.device:
         """Where the model computes; batches come to it."""
         return next(self.model.parameters()).device
 
     @property
-    def towers(self) -> list[nn.Module]:
-        """The media encoders; a text model has none."""
-        encoders = getattr(self._adapter, "encoders", None)
-        found = (getattr(encoders, name, None) for name in ("visual", "audio"))
-        return [tower for tower in found if tower is not None]
+    def parts(self) -> ModelParts:
+        """Where the stock model keeps what."""
+        return self._adapter.parts
 
     def __call__(
         self, batch: PackedBatch, label_tokens: int | None = None, seed: int | None = None
@@ -129,6 +128,8 @@ class BraidedModel(nn.Module):
     ) -> LocalLoss:
         """This rank's share of the loss of a step that all ranks have agreed on."""
         local: LocalLoss = super().__call__(batch, label_tokens, divisor, seed, loss)
+        if not torch.is_grad_enabled():
+            self._free()
         return local
 
     def forward(
@@ -140,23 +141,18 @@ class BraidedModel(nn.Module):
         loss: LossFunction | None = None,
     ) -> LocalLoss:
         """See `local_loss`, which gathers the parameters of a sharded model around it."""
-        hidden_TD, router = self._hidden(batch, self._adapter.uses_router_loss, seed)
-        head = self._adapter.head
-        if loss is None:
-            sums = linear_cross_entropy(
-                hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk, kernels=self.kernels
-            )
-        else:
-            own = loss(hidden_TD, head, batch)
-            sums = LossSums(own, torch.zeros_like(own))
+        decoded = self._decode(batch, self._adapter.uses_router_loss, seed)
+        sums = self._loss(decoded.hidden_TD, batch, loss)
         # A rank without labels contributes an exact zero, and still takes part in the backward.
         share = sums.loss / max(1, divisor)
         aux = torch.zeros_like(sums.loss)
-        if router is not None:
+        if decoded.router_logits is not None:
             top_k = self._adapter.config.num_experts_per_tok
             # Per row, weighted by the row's labels: no mesh and no accumulation changes it.
             weight = batch.label_tokens / max(1, label_tokens)
-            aux = weight * load_balancing_loss(router, batch.real, top_k, self.groups["sequence"])
+            aux = weight * load_balancing_loss(
+                decoded.router_logits, batch.real, top_k, self.groups["sequence"]
+            )
             share = share + self._adapter.config.router_aux_loss_coef * aux
         # In float64, where the count of correct tokens is exact.
         return LocalLoss(share, torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)]))
@@ -178,7 +174,9 @@ class BraidedModel(nn.Module):
     def logits(self, batch: PackedBatch) -> list[Tensor]:
         """One `[T, V]` tensor per sample, in the order given: for checks, it holds all logits at once."""
         self.agree("logits", [batch], 0)
-        return self.gathered_logits(batch)
+        found: list[Tensor] = self.gathered_logits(batch)
+        self._free()
+        return found
 
     def agree(
         self,
@@ -204,11 +202,33 @@ class BraidedModel(nn.Module):
     @torch.no_grad()
     def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
         """`logits`, with the parameters at hand."""
-        hidden_TD, _ = self._hidden(batch, with_router=False, seed=0)
-        head = self._adapter.head
-        parts = self.groups["sequence"].all_gather(F.linear(hidden_TD, head.weight, head.bias))
+        hidden_TD = self._decode(batch, with_router=False, seed=0).hidden_TD
+        parts = self.groups["sequence"].all_gather(self.parts.head(hidden_TD))
         row = batch.layout.unshard(parts)
         return list(row.split(list(batch.layout.lengths)))
+
+    @contextmanager
+    def accumulating(self, last: bool) -> Iterator[None]:
+        """Around forward and backward of one of several micro-batches, of which exactly one is the `last`.
+
+        With `MemoryOptions(reduce_gradients="once")` ranks exchange gradients in the last one alone; before
+        it every rank keeps what it has of the whole gradient. Otherwise this changes nothing.
+        """
+        sharded: Any = self if isinstance(self, FSDPModule) else None
+        waits = sharded is not None and self.reduce_gradients == "once" and not last
+        if waits:
+            sharded.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            if waits:
+                sharded.set_requires_gradient_sync(True)
+
+    def _free(self) -> None:
+        """Let go of what stays gathered for a backward where none will come."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Write the stock checkpoint that `from_pretrained` loads; all ranks call it, the first writes."""
@@ -236,14 +256,28 @@ class BraidedModel(nn.Module):
         self._adapter.unbraid()
         return self.model
 
-    def _hidden(
-        self, batch: PackedBatch, with_router: bool, seed: int | None
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+    def _loss(self, hidden_TD: Tensor, batch: PackedBatch, own: LossFunction | None) -> LossSums:
+        """The sum of this rank's losses, by a function of the user's own if there is one."""
+
+        def loss(hidden_TD: Tensor, head: nn.Linear) -> LossSums:
+            if own is not None:
+                found = own(hidden_TD, head, batch)
+                return LossSums(found, torch.zeros_like(found))
+            return linear_cross_entropy(
+                hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk, kernels=self.kernels
+            )
+
+        head: Any = self.parts.head
+        if own is not None and isinstance(head, FSDPModule):
+            head.set_unshard_in_backward(True)  # ours makes its gradients in the forward
+        return call_with_head(head, loss, hidden_TD)
+
+    def _decode(self, batch: PackedBatch, with_router: bool, seed: int | None) -> DecoderOutput:
         ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
         context = StepContext(
             batch.plans, ring, ulysses, sequence, self.gated_delta, seed, batch.keys, self.kernels
         )
-        return self._adapter.hidden(batch, context, with_router)
+        return self._adapter.decode(batch, context, with_router)
 
     def _settings(self) -> dict[str, Any]:
         """What decides which exchanges a step makes, and what its sums mean: the same on every rank."""
@@ -258,7 +292,7 @@ class BraidedModel(nn.Module):
     def _check(self, batches: Sequence[PackedBatch], seed: int | None, numbers: Mapping[str, Any]) -> None:
         for batch in batches:
             check_batch(batch, self.mesh)
-        change = self._unchanged.difference(self.model, self)
+        change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
         if change is not None:
             raise ValueError(f"{change}; call release() first, then change it and parallelize again")
         check_numbers(seed=seed, **numbers)

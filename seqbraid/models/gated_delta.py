@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from ..sequence_parallel.context import StepContext
 from ..sequence_parallel.gated_delta import gated_delta_mixing
 from ..sequence_parallel.gated_delta_layer import GatedDeltaLayer
+from .mixers import gated_delta_sizes
 
 COMMON = (
-    "conv1d", "A_log", "dt_bias", "norm", "out_proj", "activation", "layer_idx",
-    "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "value_dim",
+    "conv1d", "A_log", "dt_bias", "norm", "out_proj", "activation", "layer_idx", "head_k_dim", "head_v_dim",
 )  # fmt: skip
 """What every gated-delta module we know has, whatever its family calls its projections."""
 
@@ -62,21 +62,22 @@ def _forward(
     project = _projection(module)
     assert project is not None
     mixed_qkv, z, b, a = project(module, hidden_states[0])
+    sizes = gated_delta_sizes(module)  # of the weights at hand
     layer = GatedDeltaLayer(
         conv_weight_CW=module.conv1d.weight.squeeze(1),
         conv_bias_C=module.conv1d.bias,
         activation=module.activation,
         A_log_H=module.A_log,
         dt_bias_H=module.dt_bias,
-        num_key_heads=module.num_k_heads,
-        num_value_heads=module.num_v_heads,
-        key_dim=module.head_k_dim,
-        value_dim=module.head_v_dim,
+        num_key_heads=sizes.num_keys,
+        num_value_heads=sizes.num_values,
+        key_dim=sizes.key_size,
+        value_dim=sizes.value_size,
     )
     out_THV = braid.mix(gated_delta_mixing, mixed_qkv, b, a, layer, braid)
-    normed = module.norm(out_THV.flatten(0, 1), z.reshape(-1, module.head_v_dim))
+    normed = module.norm(out_THV.flatten(0, 1), z.reshape(-1, sizes.value_size))
     braid.record(int(module.layer_idx))
-    out: Tensor = module.out_proj(normed.view(1, braid.num_local_tokens, module.value_dim))
+    out: Tensor = module.out_proj(normed.view(1, braid.num_local_tokens, -1))
     return out
 
 
@@ -100,12 +101,13 @@ def _project_apart(module: Any, hidden_TD: Tensor) -> Projected:
 
 def _project_fused(module: Any, hidden_TD: Tensor) -> Projected:
     """qwen3_next: q, k, v, z interleaved per key head, and so are b, a."""
-    heads, group = module.num_k_heads, module.num_v_heads // module.num_k_heads
-    values = group * module.head_v_dim
+    sizes = gated_delta_sizes(module)
+    heads, group = sizes.num_keys, sizes.num_values // sizes.num_keys
+    values = group * sizes.value_size
     q, k, v, z = (
         module.in_proj_qkvz(hidden_TD)
         .unflatten(-1, (heads, -1))
-        .split([module.head_k_dim, module.head_k_dim, values, values], dim=-1)
+        .split([sizes.key_size, sizes.key_size, values, values], dim=-1)
     )
     b, a = module.in_proj_ba(hidden_TD).unflatten(-1, (heads, -1)).split([group, group], dim=-1)
     return Projected(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
+
+FSDP = "torch.distributed.fsdp."
+
+T = TypeVar("T")
 
 
 def find_head(model: PreTrainedModel) -> nn.Linear:
@@ -28,12 +32,29 @@ def find_head(model: PreTrainedModel) -> nn.Linear:
 def check_plain(head: nn.Linear, name: str) -> None:
     """The loss reads the head's weight: whatever else its call would do is not seen."""
     own = type(head).forward is not nn.Linear.forward or "forward" in vars(head)
-    if own or head._forward_hooks or head._forward_pre_hooks:
+    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+    # A sharded head has those that gather its weight, for calls such as the loss's.
+    if own or any(not getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks):
         what = f"a forward of its own ({type(head).__name__})" if own else "forward hooks"
         raise ValueError(
             f"the head of {name} has {what}; the loss reads the head's weight and would not see that: only "
             "a plain linear head is supported"
         )
+
+
+def call_with_head(head: nn.Linear, function: Callable[[Tensor, nn.Linear], T], hidden_TD: Tensor) -> T:
+    """Call a function of hidden states and the head, as one call of the head: a sharded head gathers its
+    weight around its calls, so that the function has it at hand, however often it reads it.
+    """
+
+    def inside(hidden_TD: Tensor) -> T:
+        plain = nn.Linear(head.in_features, head.out_features, head.bias is not None, device="meta")
+        plain.weight, plain.bias = head.weight, head.bias
+        return function(hidden_TD, plain)
+
+    with forward_replaced(head, inside):
+        found: T = head(hidden_TD)
+    return found
 
 
 def refuse_adapter(module: nn.Module | None, what: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..sequence_parallel.context import StepContext
@@ -13,7 +13,7 @@ from ..sequence_parallel.media import spread_features
 from .adapter import Adapter
 from .batch import PackedBatch
 from .encoders import Encoders
-from .families import FAMILIES, family_of
+from .parts import check_family
 
 
 class MediaAdapter(Adapter):
@@ -21,12 +21,7 @@ class MediaAdapter(Adapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.encoders = Encoders(model, self.config.hidden_size)
-
-    def _decoder(self) -> nn.Module:
-        inner: Any = self.model.model
-        decoder: nn.Module = getattr(inner, "language_model", inner)
-        return decoder
+        self.encoders = Encoders(self.parts)
 
     def _set_attention(self, name: str) -> None:
         """The towers keep theirs: inside an image or a clip nothing is packed."""
@@ -39,10 +34,9 @@ class MediaAdapter(Adapter):
                 "config to "
                 "pack"
             )
-        decoder: Any = self.decoder
-        embeds_TD: Tensor = decoder.get_input_embeddings()(batch.input_ids)
+        embeds_TD: Tensor = self.parts.embedding(batch.input_ids)
         plan, width = batch.media.plan, embeds_TD.shape[1]
-        features = self.encoders.features(batch.media.own).to(embeds_TD.dtype)
+        features = self.encoders.features(batch.media.own, embeds_TD).to(embeds_TD.dtype)
         # In the order of local slots; a rank without items or media tokens takes part all the same.
         arrived = spread_features(features, plan, context.sequence)
         embeds_TD = embeds_TD.index_copy(0, plan.local_rows, arrived[:, :width])
@@ -56,13 +50,6 @@ class MediaAdapter(Adapter):
 
 def make_adapter(model: PreTrainedModel) -> Adapter:
     """The adapter of a model, by its config."""
-    if model.config is model.config.get_text_config():
-        return Adapter(model)
-    if family_of(model.config) is None:
-        known = ", ".join(name for family in FAMILIES for name in family.model_types)
-        raise ValueError(
-            f"{type(model).__name__} (model_type {model.config.model_type!r}) has parts beside its text "
-            f"decoder that we do not know; known media models are {known}; or load the text-only class of "
-            "the family"
-        )
-    return MediaAdapter(model)
+    check_family(model)
+    is_text = model.config is model.config.get_text_config()
+    return Adapter(model) if is_text else MediaAdapter(model)

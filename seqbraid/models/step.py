@@ -80,9 +80,10 @@ def forward_backward(
     total: Tensor | None = None
     sums: list[Tensor] = []
     for number, batch in enumerate(step.batches, start=1):
-        local = model.local_loss(batch.to(model.device), agreed.label_tokens, divisor, seed, loss)
-        if torch.is_grad_enabled():
-            local.loss.backward()
+        with model.accumulating(last=number == len(step.batches)):
+            local = model.local_loss(batch.to(model.device), agreed.label_tokens, divisor, seed, loss)
+            if torch.is_grad_enabled():
+                local.loss.backward()
         total = local.loss.detach() if total is None else total + local.loss.detach()
         sums.append(local.sums)
         del local

@@ -18,7 +18,7 @@ class Unchanged:
         self.names = [name for name, _ in model.named_modules()]
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
 
-    def difference(self, model: PreTrainedModel, wrapper: nn.Module) -> str | None:
+    def difference(self, model: PreTrainedModel, wrapper: nn.Module, last_layer: nn.Module) -> str | None:
         """What is not as it was, in words; to be asked before sharded parameters are gathered, which puts
         them back into the modules they came from.
         """
@@ -36,19 +36,24 @@ class Unchanged:
                 was = "absent" if before_shape is None else f"of shape {list(before_shape)}"
                 now_is = "absent" if shape is None else f"of shape {list(shape)}"
                 return f"the parameter {name!r} was {was} when parallelize was called and is {now_is} now"
-        for name in _unsharded(wrapper):
+        for name in _unsharded(wrapper, last_layer):
             return f"the parameter {name!r} was replaced since it was sharded"
         return None
 
 
-def _unsharded(wrapper: nn.Module) -> Iterator[str]:
-    """Parameters that are plain where others of their unit are sharded: a unit is gathered as a whole."""
+def _unsharded(wrapper: nn.Module, last_layer: nn.Module) -> Iterator[str]:
+    """Parameters that are plain where FSDP2 would have them sharded."""
     if not isinstance(wrapper, FSDPModule):
         return
+    # What is in no unit of its own, and the last layer, stay gathered from a forward to its backward, and
+    # together; others are sharded between calls.
+    stay: list[tuple[str, bool]] = []
     units: list[list[tuple[str, bool]]] = []
 
     def walk(module: nn.Module, prefix: str, unit: list[tuple[str, bool]]) -> None:
-        if isinstance(module, FSDPModule):
+        if module is last_layer:
+            unit = stay
+        elif isinstance(module, FSDPModule) and module is not wrapper:
             unit = []
             units.append(unit)
         for name, parameter in module.named_parameters(prefix.rstrip("."), recurse=False):
@@ -56,10 +61,11 @@ def _unsharded(wrapper: nn.Module) -> Iterator[str]:
         for name, child in module.named_children():
             walk(child, f"{prefix}{name}.", unit)
 
-    walk(wrapper, "", [])
+    walk(wrapper, "", stay)
+    if any(sharded for _, sharded in stay):
+        units.append(stay)
     for unit in units:
-        if any(sharded for _, sharded in unit):
-            yield from (name for name, sharded in unit if not sharded)
+        yield from (name for name, sharded in unit if not sharded)
 
 
 def _few(names: set[str]) -> str:

@@ -12,11 +12,13 @@ from typing import Any
 from torch import nn
 from transformers.activations import NewGELUActivation
 
-from .anatomy import Anatomy
+from ..models.mixers import gated_delta_sizes
+from ..models.parts import LayerParts, ModelParts
+from .anatomy import check_mixer
 
 FLOAT32 = 4
 
-DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h")
+DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2")
 """What the families call the last matrix of a dense MLP."""
 
 
@@ -48,25 +50,26 @@ class LayerActivations:
         return self.input + (self.mixer if checkpointing == "selective" else 0)
 
 
-def layer_activations(body: Anatomy, index: int, e: int) -> LayerActivations:
+def layer_activations(parts: ModelParts, layer: LayerParts, e: int) -> LayerActivations:
     """The bytes per token of a layer."""
-    layer: Any = body.layers[index]
-    hidden = int(body.config.hidden_size)
-    kind, mixer = body.mixer(index)
+    check_mixer(parts, layer)
+    hidden = int(parts.config.hidden_size)
     # An RMS norm keeps its input in float32 and the normed one; a layer norm only its input.
     norms = 0
-    for module in layer.modules():
+    for module in layer.norms:
         weight = getattr(module, "weight", None)
         if weight is not None and tuple(weight.shape) == (hidden,):
             norms += hidden * e if isinstance(module, nn.LayerNorm) else hidden * (FLOAT32 + e)
     # Two norms feed projections, which keep what they are given.
     norms += 2 * hidden * e
-    inner, around = _gated_delta(mixer, e) if kind == "gated_delta" else _softmax(body, mixer, e)
-    return LayerActivations(norms, inner, around, *_mlps(body, layer, e), hidden * e)
+    is_delta = layer.kind == "gated_delta"
+    inner, around = _gated_delta(layer.mixer, e) if is_delta else _softmax(parts, layer, e)
+    return LayerActivations(norms, inner, around, *_mlps(parts, layer, e), hidden * e)
 
 
-def _softmax(body: Anatomy, mixer: Any, e: int) -> tuple[int, int]:
-    queries, keys, key_size, value_size = body.heads(mixer)
+def _softmax(parts: ModelParts, layer: LayerParts, e: int) -> tuple[int, int]:
+    queries, keys, key_size, value_size = parts.heads(layer)
+    mixer = layer.mixer
     q, k, v = queries * key_size, keys * key_size, keys * value_size
     out, around = queries * value_size, 0
     for name, width in (("q_norm", q), ("k_norm", k)):
@@ -79,8 +82,9 @@ def _softmax(body: Anatomy, mixer: Any, e: int) -> tuple[int, int]:
 
 
 def _gated_delta(mixer: Any, e: int) -> tuple[int, int]:
-    values, heads = int(mixer.value_dim), int(mixer.num_v_heads)
-    channels = 2 * mixer.num_k_heads * mixer.head_k_dim + values
+    sizes = gated_delta_sizes(mixer)
+    values, heads = sizes.num_values * sizes.value_size, sizes.num_values
+    channels = 2 * sizes.num_keys * sizes.key_size + values
     # The convolution keeps what comes in and its sum before the activation, the rule q, k and v; g and beta
     # and what they are made of; what comes out. Of the states few are kept.
     inner = 3 * channels * e + heads * (3 * FLOAT32 + 2 * e) + values * e
@@ -89,27 +93,31 @@ def _gated_delta(mixer: Any, e: int) -> tuple[int, int]:
     return inner, values * (4 * FLOAT32 + 2 * e)
 
 
-def _mlps(body: Anatomy, layer: Any, e: int) -> tuple[int, int]:
+def _mlps(parts: ModelParts, layer: LayerParts, e: int) -> tuple[int, int]:
     """Of dense MLPs and of the chosen experts."""
-    dense, experts, hidden = 0, 0, int(body.config.hidden_size)
-    for name, module in layer.named_modules():
-        down = next(
-            (getattr(module, n) for n in DOWN if isinstance(getattr(module, n, None), nn.Module)), None
-        )
-        if name.split(".")[-1] == "experts":
-            wide = next(p for p in module.parameters() if p.ndim == 3)
-            width = _other(wide, hidden)  # of gate and up side by side
-            clamped = (
-                3 * width // 2 if hasattr(module, "limit") else 0
-            )  # gpt-oss keeps both sides of its clamps
-            # Tokens gathered for an expert; gate and up, activation, product; what it gives.
-            experts += int(body.config.num_experts_per_tok) * (2 * hidden + 2 * width + clamped) * e
-        elif down is not None and not hasattr(module, "layer_idx"):
-            # Gate, up, activation and product; or input and output of the activation, which may be written
-            # out in elementwise steps.
-            gated = hasattr(module, "gate_proj") or hasattr(module, "gate_up_proj")
-            steps = 3 if isinstance(getattr(module, "act", None), NewGELUActivation) else 0
-            dense += _other(down.weight, hidden) * (4 if gated else 2 + steps) * e
+    dense, experts, hidden = 0, 0, int(parts.config.hidden_size)
+    for module in layer.experts:
+        wide = next((p for p in module.parameters() if p.ndim == 3), None)
+        if wide is None:
+            raise ValueError(
+                f"the experts of {type(parts.model).__name__} are not tensors of three dims, so what they "
+                "keep cannot be counted"
+            )
+        width = _other(wide, hidden)  # of gate and up side by side
+        # gpt-oss keeps both sides of its clamps.
+        clamped = 3 * width // 2 if hasattr(module, "limit") else 0
+        # Tokens gathered for an expert; gate and up, activation, product; what it gives.
+        experts += int(parts.config.num_experts_per_tok) * (2 * hidden + 2 * width + clamped) * e
+    for module in (*layer.dense, layer.module):  # some families keep the matrices in the layer itself
+        names = (getattr(module, name, None) for name in DOWN)
+        down: Any = next((m for m in names if isinstance(m, nn.Module)), None)
+        if down is None:
+            continue
+        # Gate, up, activation and product; or input and output of the activation, which may be written out in
+        # elementwise steps.
+        gated = any(hasattr(module, name) for name in ("gate_proj", "gate_up_proj", "w3"))
+        steps = 3 if isinstance(getattr(module, "act", None), NewGELUActivation) else 0
+        dense += _other(down.weight, hidden) * (4 if gated else 2 + steps) * e
     return dense, experts
 
 

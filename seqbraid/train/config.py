@@ -10,8 +10,8 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from ..distributed.memory import MemoryOptions
 from ..ops.kernels import KernelOptions
+from ..plan.memory import MemoryOptions
 from .checkpoint.choose import check_resume
 from .option_errors import explain
 from .yaml_file import use_checked_yaml

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from ..distributed.memory import MemoryOptions
-from ..distributed.tiled_mlp import tileable
 from ..mesh import Mesh
+from ..models.parts import LayerParts, ModelParts
 from ..ops.linear_cross_entropy import default_chunk
+from ..plan.memory import MemoryOptions
 from .activations import FLOAT32, layer_activations
-from .anatomy import Anatomy
+from .anatomy import parts_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -100,21 +100,21 @@ def memory_estimate(
         raise ValueError(f"optimizer={optimizer!r} is unknown; use one of {', '.join(OPTIMIZER_STATES)}")
     if row_tokens < 1:
         raise ValueError(f"row_tokens={row_tokens} must be at least 1")
-    body, memory = Anatomy.of(model), MemoryOptions() if memory is None else memory
+    parts, memory = parts_of(model), MemoryOptions() if memory is None else memory
     tokens = ceil(row_tokens / mesh.sequence_size)
-    lines = [*_state_lines(body, mesh, precision, optimizer), *_gathered_lines(body, mesh, precision)]
+    lines = [*_state_lines(parts, mesh, precision, optimizer), *_gathered_lines(parts, mesh, precision)]
     compute = FLOAT32 if precision == "float32" else 2
-    activations, host = _activation_lines(body, memory, compute, tokens)
-    lines += [*activations, *_loss_lines(body, memory, compute, tokens)]
-    return Estimate(tuple(lines), host, sum(p.numel() for p in body.model.parameters()))
+    activations, host = _activation_lines(parts, memory, compute, tokens)
+    lines += [*activations, *_loss_lines(parts, memory, compute, tokens)]
+    return Estimate(tuple(lines), host, sum(p.numel() for p in parts.model.parameters()))
 
 
-def _state_lines(body: Anatomy, mesh: Mesh, precision: Precision, optimizer: str) -> list[Line]:
+def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer: str) -> list[Line]:
     """What stays from step to step, one shard of it."""
     shards = mesh.dp_shard * mesh.sequence_size
     # FSDP cuts parameters by rows, and the first ranks hold what does not divide.
     held, trained = (
-        sum(_shard(p.shape, shards) for p in body.model.parameters() if p.requires_grad or not only_trained)
+        sum(_shard(p.shape, shards) for p in parts.model.parameters() if p.requires_grad or not only_trained)
         for only_trained in (False, True)
     )
     width = 2 if precision == "bfloat16" else FLOAT32
@@ -136,15 +136,15 @@ def _shard(shape: Any, shards: int) -> int:
     return int(ceil(rows / shards) * prod(shape[1:]))
 
 
-def _gathered_lines(body: Anatomy, mesh: Mesh, precision: Precision) -> list[Line]:
+def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list[Line]:
     """Whole parameters and gradients of the units that FSDP has at work."""
     if mesh.dp_shard * mesh.sequence_size * mesh.dp_replicate == 1 and precision != "mixed":
         return []  # nothing is sharded or cast
     width = FLOAT32 if precision == "float32" else 2
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in body.layers]
-    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in body.layers]
-    rest = sum(p.numel() for p in body.model.parameters()) - sum(layers)
-    rest_trained = sum(p.numel() for p in body.model.parameters() if p.requires_grad) - sum(trained)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in parts.layer_list]
+    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in parts.layer_list]
+    rest = sum(p.numel() for p in parts.model.parameters()) - sum(layers)
+    rest_trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad) - sum(trained)
     pair = max((a + b for a, b in pairwise(layers)), default=max(layers))
     # Gradients are summed in float32, from the copy that the backward made.
     reduced = max(trained) * (width + (0 if width == FLOAT32 else FLOAT32))
@@ -155,12 +155,14 @@ def _gathered_lines(body: Anatomy, mesh: Mesh, precision: Precision) -> list[Lin
     ]
 
 
-def _activation_lines(body: Anatomy, memory: MemoryOptions, e: int, tokens: int) -> tuple[list[Line], int]:
+def _activation_lines(
+    parts: ModelParts, memory: MemoryOptions, e: int, tokens: int
+) -> tuple[list[Line], int]:
     """What is kept for the backward, and what the backward of one layer takes; bytes in host memory."""
     tiled, again = memory.mlp_tile is not None, memory.checkpointing != "none"
-    layers = [layer_activations(body, i, e) for i in range(len(body.layers))]
+    layers = [layer_activations(parts, layer, e) for layer in parts.layers]
     kept = [tokens * layer.kept(memory.checkpointing, tiled) for layer in layers]
-    hidden = int(body.config.hidden_size)
+    hidden = int(parts.config.hidden_size)
     # Of what is offloaded, one layer is on its way out or back, and one is in use.
     on_device = sum(sorted(kept)[-2:]) if memory.offload else sum(kept)
     on_device += tokens * hidden * (FLOAT32 + e)  # the last norm
@@ -173,7 +175,7 @@ def _activation_lines(body: Anatomy, memory: MemoryOptions, e: int, tokens: int)
     if tiled:
         # A tile's activations and their gradients, and float32 sums of the MLP's.
         working += 2 * min(tokens, memory.mlp_tile or tokens) * max(layer.mlp for layer in layers)
-        working += max(_tiled_parameters(layer) for layer in body.layers) * FLOAT32
+        working += max(_tiled_parameters(layer) for layer in parts.layers) * FLOAT32
     else:
         working += tokens * max(layer.mlp + layer.experts for layer in layers)
     note = {
@@ -190,13 +192,13 @@ def _activation_lines(body: Anatomy, memory: MemoryOptions, e: int, tokens: int)
     return lines, sum(kept) if memory.offload else 0
 
 
-def _tiled_parameters(layer: nn.Module) -> int:
-    return sum(p.numel() for module in tileable(layer) for p in module.parameters())
+def _tiled_parameters(layer: LayerParts) -> int:
+    return sum(p.numel() for module in layer.dense for p in module.parameters())
 
 
-def _loss_lines(body: Anatomy, memory: MemoryOptions, e: int, tokens: int) -> list[Line]:
+def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int) -> list[Line]:
     """The gradients of head and hidden states are made in the forward, chunk by chunk."""
-    weight: Any = body.head.weight
+    weight: Any = parts.head.weight
     vocabulary, hidden = (int(size) for size in weight.shape)
     chunk = min(tokens, memory.loss_chunk or default_chunk(vocabulary, hidden))
     gradients = tokens * hidden * e + (vocabulary * hidden * FLOAT32 if weight.requires_grad else 0)

@@ -19,7 +19,9 @@ from torch import nn
 
 from ..layout.packing import CostModel
 from ..models.media_tokens import audio_tokens
-from .anatomy import Anatomy, learns, matrices
+from ..models.mixers import gated_delta_sizes
+from ..models.parts import ModelParts, TowerParts
+from .anatomy import active_share, check_mixer, learns, matrices, parts_of
 
 Grid = tuple[int, int, int]
 
@@ -95,30 +97,31 @@ class ModelFlops:
     @staticmethod
     def of(model_or_config: Any) -> ModelFlops:
         """Count a model's; it may be wrapped, sharded, or on the meta device. Frozen parts cost less."""
-        body = Anatomy.of(model_or_config)
+        parts = parts_of(model_or_config)
         # The gradient goes down to the lowest part that learns, and no further.
-        embeddings = body.model.get_input_embeddings()
-        reached = learns(embeddings) or learns(body.visual) or learns(body.audio)
+        reached = any(learns(m) for m in (parts.embedding, *(tower.module for tower in parts.towers)))
         token, pair = 0.0, defaultdict[int | None, float](float)
-        for i, layer in enumerate(body.layers):
-            reached = reached or learns(layer)
-            for name, parameter in matrices(layer):
-                token += _product(parameter, reached) * body.active_share(name)
-            kind, mixer = body.mixer(i)
+        for layer in parts.layers:
+            check_mixer(parts, layer)
+            reached = reached or learns(layer.module)
+            for name, parameter in matrices(parts, layer.module):
+                token += _product(parameter, reached) * active_share(parts, parameter, name)
             passes = 3 if reached else 1
-            if kind == "gated_delta":
+            if layer.kind == "gated_delta":
                 # Per head and token: k·S and q·S read the state, k ⊗ v writes it.
-                token += passes * 6 * mixer.num_v_heads * mixer.head_k_dim * mixer.head_v_dim
+                sizes = gated_delta_sizes(layer.mixer)
+                token += passes * 6 * sizes.num_values * sizes.key_size * sizes.value_size
             else:
-                queries, _, key_size, value_size = body.heads(mixer)
-                pair[body.window(i, mixer)] += passes * 2 * queries * (key_size + value_size)
-        label = sum(_product(parameter, reached) for _, parameter in matrices(body.head))
+                heads = parts.heads(layer)
+                pair[layer.window] += passes * 2 * heads.num_queries * (heads.key_size + heads.value_size)
+        label = sum(_product(parameter, reached) for _, parameter in matrices(parts, parts.head))
+        vision, audio = parts.tower("vision"), parts.tower("audio")
         return ModelFlops(
             token,
             label,
             dict(pair),
-            VisionFlops.of(body.visual) if body.visual is not None else None,
-            AudioFlops.of(body.audio, body.model.config) if body.audio is not None else None,
+            None if vision is None else VisionFlops.of(parts, vision),
+            None if audio is None else AudioFlops.of(parts, audio),
         )
 
     def cost_model(self) -> CostModel:
@@ -184,12 +187,14 @@ class VisionFlops:
     """Patches that become one token."""
 
     @staticmethod
-    def of(tower: Any) -> VisionFlops:
+    def of(parts: ModelParts, found: TowerParts) -> VisionFlops:
         """Count a tower's; where only its mergers learn, no gradient goes below them."""
-        below = any(p.requires_grad for name, p in tower.named_parameters() if "merger" not in name)
+        tower = found.module
+        in_mergers = {id(p) for merger in found.mergers for p in merger.parameters()}
+        below = any(p.requires_grad for p in tower.parameters() if id(p) not in in_mergers)
         patch = merged = 0.0
-        for name, parameter in matrices(tower):
-            if "merger" in name:
+        for name, parameter in matrices(parts, tower):
+            if id(parameter) in in_mergers:
                 merged += _product(parameter, learns(tower))
             else:
                 # Pixels need no gradient.
@@ -216,18 +221,19 @@ class AudioFlops:
     """The whole model's."""
 
     @staticmethod
-    def of(tower: Any, config: Any) -> AudioFlops:
+    def of(parts: ModelParts, found: TowerParts) -> AudioFlops:
         """Count a tower's; one that does not learn is run without a graph."""
+        tower = found.module
         train = learns(tower)
         token = 0.0
         pixel: list[float] = []
-        for name, parameter in matrices(tower):
+        for name, parameter in matrices(parts, tower):
             if isinstance(tower.get_submodule(name.rpartition(".")[0]), nn.Conv2d):
                 pixel.append(_product(parameter, train and bool(pixel)))  # sound needs no gradient
             else:
                 token += _product(parameter, train)
         pair = (3 if train else 1) * 4.0 * tower.config.d_model * tower.config.encoder_layers
-        return AudioFlops(token, tuple(pixel), pair, config)
+        return AudioFlops(token, tuple(pixel), pair, parts.model.config)
 
     def step(self, mel_frames: Sequence[int]) -> float:
         """FLOPs of clips."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..models.media_adapter import MediaAdapter, make_adapter
+from ..models.parts import ModelParts
 
 PATTERN = "re:"
 
@@ -53,25 +53,18 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, int]:
 
 def model_parts(model: PreTrainedModel) -> dict[str, set[str]]:
     """The parts that a model has, each with the names of its parameters; together they are all of it."""
-    adapter = make_adapter(model)
-    decoder = _names(model, [adapter.decoder])
-    embeddings = _names(model, _embeddings(adapter.decoder, adapter.decoder_layers))
+    found = ModelParts.of(model)
+    decoder = _names(model, [found.decoder])
+    embeddings = _names(model, [found.embedding, *found.other_embeddings])
     parts: dict[str, set[str]] = {}
-    if isinstance(adapter, MediaAdapter):
-        visual, audio = adapter.encoders.visual, adapter.encoders.audio
-        merger = _names(model, [child for name, child in visual.named_children() if "merger" in name])
-        parts |= {"vision": _names(model, [visual]) - merger, "merger": merger}
-        if audio is not None:
-            parts["audio"] = _names(model, [audio])
-    head = _names(model, [adapter.head])
+    for tower in found.towers:
+        mergers = _names(model, tower.mergers)
+        parts[tower.kind] = _names(model, [tower.module]) - mergers
+        if mergers:
+            parts["merger"] = mergers
+    head = _names(model, [found.head])
     parts |= {"language_model": decoder - embeddings, "embeddings": embeddings, "head": head}
     return {part: names for part, names in parts.items() if names}
-
-
-def _embeddings(decoder: nn.Module, layers: nn.Module) -> list[nn.Module]:
-    """Of tokens and, in older families, of positions."""
-    inside = {id(module) for module in layers.modules()}
-    return [m for m in decoder.modules() if isinstance(m, nn.Embedding) and id(m) not in inside]
 
 
 def _names(model: nn.Module, modules: Sequence[nn.Module]) -> set[str]:

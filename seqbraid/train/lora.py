@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ..comm.consensus import agree
 from ..models.braided import BraidedModel
-from ..models.media_adapter import make_adapter
+from ..models.parts import ModelParts
 from .folder import new_folder
 
 ADAPTER = "default"
@@ -213,8 +213,7 @@ def _adapter_config(model: nn.Module) -> Any:
 def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
     """The full names of the layers that the options mean."""
     linear = _linear_layers(model)
-    decoder = make_adapter(model).decoder
-    inside = {id(module) for module in decoder.modules()}
+    inside = {id(module) for module in ModelParts.of(model).decoder.modules()}
     own = [name for name, module in linear.items() if id(module) in inside]
     if targets == "all-linear":
         return _checked(model, own)
@@ -261,7 +260,7 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _head_name(model: PreTrainedModel) -> str:
-    head = model.get_output_embeddings()
+    head = ModelParts.of(model).head
     found: str = next(name for name, module in model.named_modules() if module is head)
     return found
 

@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 import seqbraid as sb
 from seqbraid.distributed import offload
-from seqbraid.distributed.memory import MemoryOptions
-from seqbraid.distributed.tiled_mlp import tileable
 from seqbraid.models import attention
 from seqbraid.models.braided import BraidedModel
+from seqbraid.models.parts import ModelParts
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
 from seqbraid.models.tiny.media_samples import media_sample
 from seqbraid.models.tiny.samples import LENGTHS, random_samples
+from seqbraid.plan.memory import MemoryOptions
 from tests.helpers import ranks
 
 FAMILIES = ["llama", "qwen3_vl", "qwen3_5", "qwen3_moe"]
@@ -224,10 +224,12 @@ def test_the_mixers_of_a_selective_checkpoint_run_once(monkeypatch: pytest.Monke
 
 
 def test_shared_experts_are_tiled_and_routed_ones_are_not() -> None:
-    assert not tileable(tiny_model("qwen3_moe").model.layers[0])
+    assert not ModelParts.of(tiny_model("qwen3_moe")).layers[0].dense
     stock = tiny_model("qwen3_5_moe")
     names = {id(module): name for name, module in stock.named_modules()}
-    assert [names[id(m)] for m in tileable(stock.model.layers[1])] == ["model.layers.1.mlp.shared_expert"]
+    assert [names[id(m)] for m in ModelParts.of(stock).layers[1].dense] == [
+        "model.layers.1.mlp.shared_expert"
+    ]
 
 
 def test_tiles_are_computed_twice_and_not_three_times() -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
 from seqbraid.models.tiny.samples import LENGTHS, random_samples
+from seqbraid.plan.memory import MemoryOptions
 from seqbraid.verify.reference import stock_step
 from tests.helpers import ranks
 

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from seqbraid import Mesh, pack, parallelize
 from seqbraid.data.tiny import tiny_training_model
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.distributed.weights import plain_name, spread_weights
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
 from tests.helpers import ranks
 
 CPU = torch.device("cpu")

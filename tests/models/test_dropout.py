@@ -10,10 +10,10 @@ import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.dropout import drawn
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
 from seqbraid.train.lora import LoraOptions, add_lora
 from tests.helpers import ranks
 

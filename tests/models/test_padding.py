@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import seqbraid as sb
 from seqbraid import Mesh
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
 from seqbraid.verify.parity import check_parity
 from seqbraid.verify.reference import stock_step
 from tests.helpers import ranks

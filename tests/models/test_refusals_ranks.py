@@ -11,9 +11,9 @@ import torch
 
 import seqbraid as sb
 from seqbraid import Mesh
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
 from tests.helpers import ranks
 
 
@@ -166,7 +166,7 @@ def other_mesh_on_one_rank() -> None:
 def frozen_on_one_rank() -> None:
     mesh = Mesh(ring=2)
     model = sb.parallelize(tiny_model("llama"), mesh)
-    next(iter(model.decoder_layers[0].parameters())).requires_grad_(mesh.rank == 0)
+    next(iter(model.parts.layer_list[0].parameters())).requires_grad_(mesh.rank == 0)
     step_on(mesh, model)
 
 

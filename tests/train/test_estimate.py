@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seqbraid import Mesh, pack, parallelize
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
 from seqbraid.train.estimate import Estimate, memory_estimate
 from tests.helpers.ranks import run
 

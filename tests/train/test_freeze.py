@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import seqbraid as sb
-from seqbraid.models.encoders import towers_of
+from seqbraid.models.parts import towers_of
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
 from seqbraid.train.freeze import freeze, model_parts

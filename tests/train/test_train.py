@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.mesh import Mesh
+from seqbraid.plan.memory import MemoryOptions
 from seqbraid.train.config import (
     CheckpointConfig,
     DataConfig,

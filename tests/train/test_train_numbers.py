@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from seqbraid.data.media.files import MediaFiles
 from seqbraid.data.media.items import MediaOptions
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.mesh import Mesh
+from seqbraid.plan.memory import MemoryOptions
 from seqbraid.train.config import CheckpointConfig, DataConfig, LoraConfig, TrainConfig
 from seqbraid.train.evaluate import evaluate
 from seqbraid.train.nonfinite import NonFiniteError
@@ -212,7 +212,7 @@ def test_precisions_are_what_they_say(
 ) -> None:
     trainer = Trainer(config(folder, tmp_path / "run", precision=precision), HERE)
     found: set[torch.dtype] = set()
-    projection = trainer.model.decoder_layers[0].mlp.down_proj
+    projection = trainer.model.parts.layer_list[0].mlp.down_proj
     projection.register_forward_hook(lambda module, inputs, output: found.add(output.dtype))
     trainer.stop = True
     trainer.run()
