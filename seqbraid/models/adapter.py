@@ -21,6 +21,7 @@ from .batch import PackedBatch
 from .decoder import find_decoder, find_layers
 from .dropout import active_dropout, braid_dropout
 from .experts import are_experts, braid_experts
+from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, is_gated_delta, unbraid_gated_delta
 from .head import check_nothing_around, check_plain, find_head, refuse_adapter
 from .randomness import no_random_numbers, refuse_random_layers
@@ -95,7 +96,9 @@ class Adapter:
         vars(self.model)[MARK] = True
 
     def _braid_parts(self) -> None:
-        """Experts and dropout, wherever they are; layers that have some say which step they run for."""
+        """Experts, dropout, norms, gates and rotations, wherever they are; layers that have some say which
+        step they run for.
+        """
         for name, module in self.decoder.named_modules():
             if are_experts(module):
                 braid_experts(module)
@@ -104,6 +107,7 @@ class Adapter:
             else:
                 continue
             self._bound.append(module)
+        self._bound += fuse_parts(self.decoder)
         inside = {id(module) for module in self._bound}
         for layer in self.decoder_layers:
             if any(id(module) in inside for module in layer.modules()):

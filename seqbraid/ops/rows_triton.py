@@ -1,31 +1,26 @@
 # mypy: ignore-errors
-"""`norm.py` and `rotary.py` as Triton kernels: a program has whole rows, so a row is read once and written once.
+"""`rows.py` as Triton kernels: a program has whole rows, so each is read once and written once.
 
-Letters: N rows, each a head of a token (H heads a token; 1 where a row is a token), D its width, R the columns
-that are turned. Everything in between is float32. A row's inverse norm is computed again in the backward, where
-the row is at hand. Sums over rows, for the weight's gradient, are made by programs that take every P-th tile of
-rows, and then over the P of them, in a fixed order.
+Letters: N rows, each a head of a token (H heads a token; 1 where a row is a token), D its width, R the
+columns that are turned; P programs. Everything in between is float32. A row's inverse norm is computed again
+in the backward, where the row is at hand. The weight's gradient is summed by programs that take every P-th
+tile of rows, and then over the P of them: in the same order each time.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .rows import Norm, Turn
+
 TILE = 2048
 """Numbers that a program has at a time where rows are shorter."""
-
-
-class Turn(NamedTuple):
-    """Cosines and sines of the tokens, `[T, R]`, contiguous."""
-
-    cos_TR: Tensor
-    sin_TR: Tensor
 
 
 @triton.jit
@@ -93,7 +88,7 @@ def _rows_backward_kernel(
 ):  # fmt: skip
     column = tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for tile in range(0, num_tiles):
+    for tile in range(num_tiles):
         block = (tl.program_id(0) + tile * tl.num_programs(0)).to(tl.int64)
         index = block * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = (index < num_rows)[:, None]
@@ -107,7 +102,9 @@ def _rows_backward_kernel(
             dm = tl.load(given + other[None, :], mask=inside, other=0.0).to(tl.float32)
             c, _ = _angles(cos, sin, index // H, column, rows, R)
             turned = rows & (column < R)[None, :]
-            s = tl.load(sin + (index // H)[:, None] * R + other[None, :], mask=turned, other=0.0).to(tl.float32)
+            s = tl.load(sin + (index // H)[:, None] * R + other[None, :], mask=turned, other=0.0).to(
+                tl.float32
+            )
             dn = dn * c + tl.where(first[None, :], dm, -dm) * s
         if NORM:
             start = _rows_of(x, index, H, stride_token, stride_head)[:, None]
@@ -130,73 +127,65 @@ def _rows_backward_kernel(
         tl.store(sums, tl.sum(total, axis=0), mask=column < D)
 
 
-def forward(
-    x_THD: Tensor,
-    weight_D: Tensor | None,
-    eps: float,
-    centre: float,
-    gate_THD: Tensor | None = None,
-    turn: Turn | None = None,
-) -> Tensor:
-    """Rows normed, if there is a weight, then turned, then gated; the last dimension of each is contiguous."""
-    num_tokens, num_heads, width = x_THD.shape
+def forward(x_THD: Tensor, norm: Norm | None, turn: Turn | None, gate_THD: Tensor | None) -> Tensor:
+    """As `plain_rows`; the numbers of a row lie side by side, and the others have no gaps."""
     y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    sizes = _sizes(num_heads, width, turn, centre, weight_D, gate_THD)
-    rows = num_tokens * num_heads
+    sizes = _sizes(x_THD, norm, turn, gate_THD)
+    rows = x_THD.shape[0] * x_THD.shape[1]
+    gate = x_THD if gate_THD is None else gate_THD
     if rows:
         with torch.cuda.device(x_THD.device):
             _rows_forward_kernel[(triton.cdiv(rows, sizes["BLOCK_N"]),)](
-                x_THD, x_THD if weight_D is None else weight_D, x_THD if gate_THD is None else gate_THD,
-                *(turn or (x_THD, x_THD)), y_THD, rows, x_THD.stride(0), x_THD.stride(1),
-                *(gate_THD if gate_THD is not None else x_THD).stride()[:2], eps, **sizes,
+                x_THD, norm.weight_D if norm else x_THD, gate, *(turn or (x_THD, x_THD)), y_THD, rows,
+                *x_THD.stride()[:2], *gate.stride()[:2], norm.eps if norm else 0.0, **sizes,
             )  # fmt: skip
     return y_THD
 
 
 def backward(
-    dy_THD: Tensor,
-    x_THD: Tensor | None,
-    weight_D: Tensor | None,
-    eps: float,
-    centre: float,
-    gate_THD: Tensor | None = None,
-    turn: Turn | None = None,
+    dy_THD: Tensor, x_THD: Tensor | None, norm: Norm | None, turn: Turn | None, gate_THD: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of the rows, of the weight in float32, and of the gate; rows are needed where there is a weight."""
-    num_tokens, num_heads, width = dy_THD.shape
-    dx_THD = torch.empty(dy_THD.shape, dtype=dy_THD.dtype, device=dy_THD.device)
+    """Gradients of the rows, of the norm's weight in float32, and of the gate; a norm needs the rows."""
     x = dy_THD if x_THD is None else x_THD
-    dgate_THD = None if gate_THD is None else torch.empty(gate_THD.shape, dtype=gate_THD.dtype, device=x.device)
-    sizes = _sizes(num_heads, width, turn, centre, weight_D, gate_THD)
-    rows = num_tokens * num_heads
-    tiles = triton.cdiv(rows, sizes["BLOCK_N"])
-    programs = tiles if weight_D is None else min(tiles, _programs(dy_THD.device, sizes["BLOCK_D"]))
-    shape = (0 if weight_D is None else programs, width)
-    sums_PD = torch.empty(shape, dtype=torch.float32, device=dy_THD.device)
+    gate = x if gate_THD is None else gate_THD
+    dx_THD = torch.empty(dy_THD.shape, dtype=dy_THD.dtype, device=dy_THD.device)
+    dgate_THD = None if gate_THD is None else torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    sizes = _sizes(dy_THD, norm, turn, gate_THD)
+    rows = dy_THD.shape[0] * dy_THD.shape[1]
+    programs = tiles = triton.cdiv(rows, sizes["BLOCK_N"])
+    if norm:
+        programs = min(tiles, _programs(dy_THD.device, sizes["BLOCK_D"]))
+    sums_PD = torch.empty(programs if norm else 0, sizes["D"], dtype=torch.float32, device=dy_THD.device)
     if rows:
         with torch.cuda.device(dy_THD.device):
             _rows_backward_kernel[(programs,)](
-                dy_THD, x, x if weight_D is None else weight_D, x if gate_THD is None else gate_THD,
-                *(turn or (x, x)), dx_THD, dx_THD if dgate_THD is None else dgate_THD, sums_PD, rows,
-                triton.cdiv(tiles, programs), x.stride(0), x.stride(1), dy_THD.stride(0), dy_THD.stride(1),
-                *(gate_THD if gate_THD is not None else x).stride()[:2], eps, **sizes,
+                dy_THD, x, norm.weight_D if norm else x, gate, *(turn or (x, x)), dx_THD,
+                dx_THD if dgate_THD is None else dgate_THD, sums_PD, rows,
+                triton.cdiv(tiles, programs), *x.stride()[:2], *dy_THD.stride()[:2], *gate.stride()[:2],
+                norm.eps if norm else 0.0, **sizes,
             )  # fmt: skip
-    return dx_THD, None if weight_D is None else sums_PD.sum(0), dgate_THD
+    return dx_THD, sums_PD.sum(0) if norm else None, dgate_THD
 
 
-def _sizes(
-    num_heads: int, width: int, turn: Turn | None, centre: float, weight: Tensor | None, gate: Tensor | None
-) -> dict[str, int | float | bool]:
+def _sizes(x_THD: Tensor, norm: Norm | None, turn: Turn | None, gate_THD: Tensor | None) -> dict[str, Any]:
+    turned = 0 if turn is None else turn.cos_TR.shape[1]
+    return sizes_of(*x_THD.shape[1:], turned, norm and norm.centre, gate_THD is not None)
+
+
+def sizes_of(heads: int, width: int, turned: int, centre: float | None, gated: bool) -> dict[str, Any]:
+    """What a kernel is compiled for."""
     block = triton.next_power_of_2(width)
     return {
-        "H": num_heads, "D": width, "R": 0 if turn is None else turn.cos_TR.shape[1], "CENTRE": centre,
-        "NORM": weight is not None, "GATE": gate is not None, "BLOCK_N": max(1, TILE // block),
-        "BLOCK_D": block, "num_warps": 4 if block <= TILE else min(16, block // 512),
+        "H": heads, "D": width, "R": turned, "CENTRE": centre or 0.0, "NORM": centre is not None,
+        "GATE": gated, "BLOCK_N": max(1, TILE // block), "BLOCK_D": block,
+        "num_warps": 4 if block <= TILE else min(16, block // 512),
     }  # fmt: skip
 
 
 @cache
 def _programs(device: torch.device, block: int) -> int:
     """How many sums over rows are made side by side: enough to fill a GPU, few enough to be added up."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    )
     return processors * (16 if block <= 1024 else 4)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .comparison import differentiated, largest_error, numbers, too_far
 from .kernels import Candidate, Op
-from .rows import CLOSE, _numbers, relative, without_saving
 from .triton_status import RowsNeed, rows_unfit, triton_missing
 
 
@@ -25,8 +25,8 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def fused_swiglu(gate: Tensor, up: Tensor, in_place: bool) -> Tensor:
-    """The same in one pass. `in_place` puts the gradients where gate and up were: for tensors that nobody else
-    has, and a backward that runs once.
+    """The same in one pass. `in_place` puts the gradients where gate and up were: for tensors that nobody
+    else has, and a backward that runs once.
     """
     out: Tensor = _SwiGLU.apply(gate, up, in_place)  # type: ignore[no-untyped-call]
     return out
@@ -63,21 +63,17 @@ def _rows(x: Tensor) -> Tensor:
 @cache
 def swiglu_wrong(need: RowsNeed) -> str | None:
     """What a comparison with float64 on this device says against the kernel; None where they agree."""
+    return too_far(lambda: _distance(need), need.dtype)
+
+
+def _distance(need: RowsNeed) -> float:
     from . import swiglu_triton
 
-    gate, up, dout = (_numbers((5, 1100), phase).to(need.dtype) for phase in (0.3, 1.1, 2.7))
-    with without_saving(), torch.enable_grad():
-        wide = [x.double().requires_grad_() for x in (gate, up)]
-        out = plain_swiglu(wide[0], wide[1])
-        wanted = [out, *torch.autograd.grad(out, wide, dout.double())]
-    try:
-        there = [x.to(need.device) for x in (gate, up, dout)]
-        got = [swiglu_triton.forward(*there[:2]), *swiglu_triton.backward(there[2], *there[:2], in_place=True)]
-        off = max(relative(a, b) for a, b in zip(got, wanted, strict=True))
-    except Exception as error:  # a compiler that fails says so in many ways
-        return f"its kernel fails here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    limit = CLOSE[need.dtype]
-    return None if off <= limit else f"a comparison with float64 is off by {off:.1e}, more than {limit:.0e}"
+    gate, up, dout = (numbers((5, 1100), phase).to(need.dtype) for phase in (0.3, 1.1, 2.7))
+    wanted = differentiated(plain_swiglu, (gate, up), dout)
+    gate, up, dout = (x.to(need.device) for x in (gate, up, dout))
+    found = swiglu_triton.forward(gate, up)
+    return largest_error([found, *swiglu_triton.backward(dout, gate, up, in_place=True)], wanted)
 
 
 SWIGLU = Op("swiglu", (Candidate("triton", rows_unfit, triton_missing, swiglu_wrong), Candidate("torch")))

@@ -53,15 +53,16 @@ def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, int]
 def around_the_mixers() -> list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, int]]]:
     """Norms of hidden states up to the widest, of heads with rotation, and gated; and gates of MLPs."""
     found, strides = [], ("stride_token", "stride_head", "gate_stride_token", "gate_stride_head")
-    for heads, width, turned, centre, norm, gate, dtype in (
-        (1, 2560, 0, 0.0, True, False, "bf16"), (1, 16384, 0, 1.0, True, False, "fp32"),
-        (32, 128, 128, 0.0, True, False, "bf16"), (16, 256, 64, 1.0, True, False, "bf16"),
-        (1, 128, 0, 0.0, True, True, "bf16"), (8, 96, 96, 0.0, False, False, "fp32"),
+    for heads, width, turned, centre, gate, dtype in (
+        (1, 2560, 0, 0.0, False, "bf16"), (1, 16384, 0, 1.0, False, "fp32"),
+        (32, 128, 128, 0.0, False, "bf16"), (16, 256, 64, 1.0, False, "bf16"),
+        (1, 128, 0, 0.0, True, "bf16"), (8, 96, 96, None, False, "fp32"),
     ):  # fmt: skip
-        sizes = rows_triton._sizes(heads, width, None, centre, None, None)
+        sizes = rows_triton.sizes_of(heads, width, turned, centre, gate)
         options = (sizes.pop("num_warps"), 3)
-        sizes |= {"R": turned, "NORM": norm, "GATE": gate}
-        types = dict.fromkeys(("x", "weight", "gate", "cos", "sin"), f"*{dtype}") | dict.fromkeys(strides, "i32")
+        types = dict.fromkeys(("x", "weight", "gate", "cos", "sin"), f"*{dtype}") | dict.fromkeys(
+            strides, "i32"
+        )
         types |= {"num_rows": "i32", "eps": "fp32"}
         found.append((rows_triton._rows_forward_kernel, types | {"y": f"*{dtype}"}, sizes, options))
         types |= dict.fromkeys(("dy", "dx", "dgate"), f"*{dtype}") | {"dweight": "*fp32", "num_tiles": "i32"}
