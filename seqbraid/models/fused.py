@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.kernels import Kernels, Op
-from ..ops.rows import NORM, ROTARY, Norm, Turn, fused_rows, plain_rows
+from ..ops.plain_rows import Norm, Turn, plain_rows
+from ..ops.rows import NORM, ROTARY, fused_rows
 from ..ops.swiglu import SWIGLU, fused_swiglu
 from ..ops.triton_status import RowsNeed
 from . import recognise

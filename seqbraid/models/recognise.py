@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.rows import WIDEST, Norm, Turn, plain_rows
+from ..ops.plain_rows import Norm, Turn, plain_rows
+from ..ops.rows import WIDEST
 from ..ops.swiglu import plain_swiglu
 
 ROTARY = "apply_rotary_pos_emb"

@@ -2,7 +2,7 @@
 
 Letters: T tokens, H heads (1 where a row is a token), D width of a row, R columns that are turned.
 
-The plain versions say what is computed; models run their stock modules in their place. The Triton kernels
+`plain_rows.py` says what is computed; models run their stock modules in its place. The Triton kernels
 compute in float32 and round once, at the end, to the type of the rows. Stock modules round more often: the
 normed row before it is multiplied with the weight, the weighted one before its gate, and each product and sum
 of the rotation. So ours are no further from float32 than they are.
@@ -11,7 +11,7 @@ of the rotation. So ours are no further from float32 than they are.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,47 +19,17 @@ from torch.autograd.function import once_differentiable
 
 from .comparison import differentiated, largest_error, numbers, too_far
 from .kernels import Candidate, Op
+from .plain_rows import Norm, Turn, plain_rows
 from .triton_status import RowsNeed, rows_unfit, triton_missing
 
 WIDEST = 16384
 """Columns of a row that a program can hold."""
 
 
-class Norm(NamedTuple):
-    """What a row is normed by: x / sqrt(mean(x²) + eps) · (centre + weight)."""
-
-    weight_D: Tensor
-    eps: float
-    centre: float
-    """0, or 1 where weights are kept as what is added to 1."""
-
-
-class Turn(NamedTuple):
-    """The rotation of the first R columns of each token's rows, half against half."""
-
-    cos_TR: Tensor
-    sin_TR: Tensor
-
-
-def plain_rows(
-    x_THD: Tensor, norm: Norm | None, turn: Turn | None = None, gate_THD: Tensor | None = None
-) -> Tensor:
-    """Norm, turn, gate, each if given, by their definitions."""
-    if norm is not None:
-        mean_TH1 = x_THD.pow(2).mean(-1, keepdim=True)
-        x_THD = x_THD * torch.rsqrt(mean_TH1 + norm.eps) * (norm.centre + norm.weight_D)
-    if turn is not None:
-        cos_T1R, sin_T1R = (x[:, None] for x in turn)
-        x_THR, rest = x_THD.split([cos_T1R.shape[-1], x_THD.shape[-1] - cos_T1R.shape[-1]], dim=-1)
-        first, second = x_THR.chunk(2, dim=-1)
-        x_THD = torch.cat([x_THR * cos_T1R + torch.cat([-second, first], -1) * sin_T1R, rest], -1)
-    return x_THD if gate_THD is None else x_THD * torch.nn.functional.silu(gate_THD)
-
-
 def fused_rows(
     x_THD: Tensor, norm: Norm | None, turn: Turn | None = None, gate_THD: Tensor | None = None
 ) -> Tensor:
-    """The same in one pass, forward and backward."""
+    """`plain_rows` in one pass, forward and backward."""
     out: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
         x_THD, None if norm is None else norm.weight_D, gate_THD, norm, turn
     )

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""`rows.py` as Triton kernels: a program has whole rows, so each is read once and written once.
+"""`plain_rows.py` as Triton kernels: a program has whole rows, so each is read once and written once.
 
 Letters: N rows, each a head of a token (H heads a token; 1 where a row is a token), D its width, R the
 columns that are turned; P programs. Everything in between is float32. A row's inverse norm is computed again
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rows import Norm, Turn
+from .plain_rows import Norm, Turn
 
 TILE = 2048
 """Numbers that a program has at a time where rows are shorter."""

@@ -14,11 +14,11 @@ import seqbraid
 from seqbraid import Mesh
 from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models import fused
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
 from seqbraid.ops import rows_triton, swiglu_triton
 from seqbraid.verify.parity import check_parity
-from seqbraid.verify.samples import random_samples
-from seqbraid.verify.tiny import tiny_model
-from tests import ranks
+from tests.helpers import ranks
 from tests.kernels.conftest import interpret
 
 LENGTHS = (1, 40, 2, 23)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from seqbraid.ops import rows, swiglu
-from seqbraid.ops.rows import Norm, Turn, fused_rows, plain_rows
+from seqbraid.ops.plain_rows import Norm, Turn, plain_rows
+from seqbraid.ops.rows import fused_rows
 from seqbraid.ops.swiglu import fused_swiglu, plain_swiglu
 from seqbraid.ops.triton_status import RowsNeed
+from tests.helpers.plain import relative
 from tests.kernels.races import no_races
-from tests.plain import relative
 
 # The interpreter cuts numbers off to 16 bits where a GPU rounds them.
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
