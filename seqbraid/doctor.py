@@ -164,13 +164,12 @@ def _devices() -> list[tuple[torch.device, torch.dtype]]:
 
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
+    rows = RowsNeed(device, dtype)
     needs = {
         "attention": Kind(device, dtype, 4, 128, False),
         "gated_delta": RuleNeed(device, dtype, 128, 128),
         "convolution": ConvNeed(device, dtype, 4),
-        "merge": RowsNeed(device, dtype),
-        "loss": RowsNeed(device, dtype),
-    }
+    } | dict.fromkeys(("merge", "loss", "norm", "rotary", "swiglu"), rows)
     found = []
     for op in TABLE:
         is_chosen = False

@@ -61,7 +61,10 @@ OPTIONAL = {
 SLOW = {"torch", "transformers", "rich", "huggingface_hub"}
 """Packages that take long to import, and are imported within a function where many callers do without."""
 
-LATE = {"ops.merge_triton", "ops.cross_entropy_triton", "ops.gated_delta_triton"}
+LATE = {
+    *("ops.merge_triton", "ops.cross_entropy_triton", "ops.gated_delta_triton"),
+    *("ops.rows_triton", "ops.swiglu_triton"),
+}
 """Files of ours that need an optional package to be imported at all. No other file of ours is imported late,
 but by the package's front and by `cli`, whose commands import what they run."""
 

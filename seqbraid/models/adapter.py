@@ -21,6 +21,7 @@ from . import attention
 from .batch import PackedBatch
 from .dropout import active_dropout, braid_dropout
 from .experts import are_experts, braid_experts
+from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
 from .head import check_nothing_around, check_plain, refuse_adapter
 from .mixers import gated_delta_sizes
@@ -106,7 +107,9 @@ class Adapter:
         vars(self.model)[MARK] = True
 
     def _braid_parts(self) -> None:
-        """Experts and dropout, wherever they are; layers that have some say which step they run for."""
+        """Experts, dropout, norms, gates and rotations, wherever they are; layers that have some say which
+        step they run for.
+        """
         for module in (part for layer in self.parts.layers for part in layer.experts):
             if are_experts(module):
                 braid_experts(module)
@@ -115,6 +118,7 @@ class Adapter:
             if isinstance(module, nn.Dropout):
                 braid_dropout(module, name)
                 self._bound.append(module)
+        self._bound += fuse_parts(self.decoder)
         inside = {id(module) for module in self._bound}
         for layer in self.parts.layer_list:
             if any(id(module) in inside for module in layer.modules()):

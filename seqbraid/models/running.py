@@ -34,10 +34,11 @@ def running(step: StepContext) -> Iterator[None]:
 @contextmanager
 def running_rows(step: StepContext | None, start: int, stop: int) -> Iterator[None]:
     """Bind a step to calls that see some of its rows alone."""
-    if step is None or step.token_keys is None:
+    if step is None:
         yield
         return
-    with running(replace(step, token_keys=step.token_keys[start:stop])):
+    keys = step.token_keys
+    with running(step if keys is None else replace(step, token_keys=keys[start:stop])):
         yield
 
 

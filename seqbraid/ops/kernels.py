@@ -38,6 +38,12 @@ class KernelOptions:
     """Sums over the blocks of a ring: `triton` or `torch`."""
     loss: str = AUTO
     """Cross entropy of the rows of a chunk: `triton` or `torch`."""
+    norm: str = AUTO
+    """RMSNorm of a decoder's tokens, queries and keys: `triton` or `torch` (the stock modules)."""
+    rotary: str = AUTO
+    """The rotation of queries and keys: `triton` or `torch` (the stock function)."""
+    swiglu: str = AUTO
+    """silu(gate) · up of MLPs: `triton` or `torch` (the stock modules)."""
 
 
 def needs_16_bits_on_a_gpu(need: Any) -> str | None:

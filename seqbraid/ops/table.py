@@ -10,8 +10,10 @@ from .flash_impl import ATTENTION, names_flash_impl
 from .gated_delta import RULE
 from .kernels import AUTO, KernelOptions, Kernels, Op
 from .merge import MERGE
+from .rows import NORM, ROTARY
+from .swiglu import SWIGLU
 
-TABLE: tuple[Op, ...] = (ATTENTION, RULE, CONVOLUTION, MERGE, LOSS)
+TABLE: tuple[Op, ...] = (ATTENTION, RULE, CONVOLUTION, MERGE, LOSS, NORM, ROTARY, SWIGLU)
 
 
 def make_kernels(options: KernelOptions | None, attn_implementation: str | None = None) -> Kernels:

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from seqbraid.ops import cross_entropy_triton, gated_delta_triton, merge_triton
+from seqbraid.ops import cross_entropy_triton, gated_delta_triton, merge_triton, rows_triton, swiglu_triton
 
 CAPABILITIES = (80, 90, 100)
 
@@ -47,6 +47,35 @@ def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, int]
         types = rows | {"logits": f"*{dtype}", "picked": f"*{dtype}"}
         sizes = {"BLOCK": cross_entropy_triton.BLOCK, "GRADIENT": True}
         found.append((cross_entropy_triton._rows_kernel, types, sizes, (cross_entropy_triton.WARPS, 3)))
+    return found + around_the_mixers()
+
+
+def around_the_mixers() -> list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, int]]]:
+    """Norms of hidden states up to the widest, of heads with rotation, and gated; and gates of MLPs."""
+    found, strides = [], ("stride_token", "stride_head", "gate_stride_token", "gate_stride_head")
+    for heads, width, turned, centre, gate, dtype in (
+        (1, 2560, 0, 0.0, False, "bf16"), (1, 16384, 0, 1.0, False, "fp32"),
+        (32, 128, 128, 0.0, False, "bf16"), (16, 256, 64, 1.0, False, "bf16"),
+        (1, 128, 0, 0.0, True, "bf16"), (8, 96, 96, None, False, "fp32"),
+    ):  # fmt: skip
+        sizes = rows_triton.sizes_of(heads, width, turned, centre, gate)
+        options = (sizes.pop("num_warps"), 3)
+        types = dict.fromkeys(("x", "weight", "gate", "cos", "sin"), f"*{dtype}") | dict.fromkeys(
+            strides, "i32"
+        )
+        types |= {"num_rows": "i32", "eps": "fp32"}
+        found.append((rows_triton._rows_forward_kernel, types | {"y": f"*{dtype}"}, sizes, options))
+        types |= dict.fromkeys(("dy", "dx", "dgate"), f"*{dtype}") | {"dweight": "*fp32", "num_tiles": "i32"}
+        types |= {"dy_stride_token": "i32", "dy_stride_head": "i32"}
+        found.append((rows_triton._rows_backward_kernel, types, sizes, options))
+    sizes = {"I": 12288, "BLOCK": swiglu_triton.BLOCK}
+    strides = dict.fromkeys(("gate_stride", "up_stride", "dgate_stride", "dup_stride"), "i32")
+    for dtype in ("bf16", "fp32"):
+        types = dict.fromkeys(("gate", "up", "out", "dout", "dgate", "dup"), f"*{dtype}") | strides
+        found += [
+            (kernel, types, sizes, (4, 3))
+            for kernel in (swiglu_triton._swiglu_forward_kernel, swiglu_triton._swiglu_backward_kernel)
+        ]
     return found
 
 

@@ -1,0 +1,180 @@
+"""Models whose norms, rotations and gates are computed by our kernels equal the stock model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import seqbraid
+from seqbraid import Mesh
+from seqbraid.distributed.memory import MemoryOptions
+from seqbraid.models import fused
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
+from seqbraid.ops import rows_triton, swiglu_triton
+from seqbraid.verify.parity import check_parity
+from tests.helpers import ranks
+from tests.kernels.conftest import interpret
+
+LENGTHS = (1, 40, 2, 23)
+FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "deepseek_v3", "qwen3_next", "qwen3_5"]
+
+
+def fuse(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Take the kernels for float32 on the CPU, as on a GPU; gives how often each was launched."""
+    calls: Counter[str] = Counter()
+
+    def counted(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[f"{module.__name__.rpartition('.')[2]}.{name}"] += 1
+            return function(*args, **kwargs)
+
+        patch.setattr(module, name, call)
+
+    for module in (rows_triton, swiglu_triton):
+        for name in ("forward", "backward"):
+            counted(module, name)
+    patch.setattr(fused, "takes_triton", lambda op, x, kernels: x.dtype == torch.float32)
+    return calls
+
+
+def model_of(family: str) -> PreTrainedModel:
+    """Norms have weights of their own, where tiny models have ones."""
+    model = tiny_model(family)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fuse(monkeypatch)
+    parity = check_parity(model_of(family), random_samples(LENGTHS, 97, seed=3))
+    assert parity.holds, parity.worst
+    assert calls["rows_triton.forward"] and calls["rows_triton.backward"]
+    assert (calls["swiglu_triton.backward"] > 0) == (family not in ("gemma3", "qwen3_moe"))
+
+
+def verdict(mesh: dict[str, int]) -> tuple[bool, object, int]:
+    """On one rank: whether parity holds, its worst quantity, and how often kernels were called."""
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        calls = fuse(patch)
+        parity = check_parity(model_of("qwen3_5"), random_samples(LENGTHS, 97, seed=3), Mesh(**mesh))
+    return parity.holds, parity.worst, sum(calls.values())
+
+
+def test_parity_over_ranks() -> None:
+    """With sharded parameters, and heads and tokens exchanged."""
+    for holds, worst, calls in ranks.run(verdict, 2, {"ring": 2}, limit=300.0):
+        assert holds, worst
+        assert calls
+
+
+def gradients(model: PreTrainedModel, memory: MemoryOptions) -> dict[str, torch.Tensor]:
+    braided = seqbraid.parallelize(model, memory=memory)
+    batch = seqbraid.pack(random_samples(LENGTHS, 97, seed=3), model.config)
+    braided(batch).loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    braided.release()
+    return found
+
+
+MEMORY = {
+    "full": (MemoryOptions(checkpointing="full"), 2),
+    "selective": (MemoryOptions(checkpointing="selective"), 2),
+    "offload": (MemoryOptions(checkpointing="full", offload=True), 2),
+    "tiles": (MemoryOptions(mlp_tile=10), 1),
+}
+"""And how often a norm of the decoder's layers is computed in a step."""
+
+
+@pytest.mark.parametrize("switch", MEMORY)
+def test_the_same_gradients_with_less_memory(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fuse(monkeypatch)
+    model, (memory, runs) = model_of("qwen3"), MEMORY[switch]
+    wanted = gradients(model, MemoryOptions())
+    once = calls["rows_triton.forward"]
+    assert once == 4 * 2 + 1  # two norms, queries and keys of two layers; the norm before the head
+    calls.clear()
+    found = gradients(model, memory)
+    assert calls["rows_triton.forward"] == runs * (once - 1) + 1
+    assert calls["swiglu_triton.backward"] == 2 * (7 if switch == "tiles" else 1)
+    assert calls["swiglu_triton.forward"] == 2 * calls["swiglu_triton.backward"]
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_recomputed_by_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fuse(monkeypatch)
+    model = model_of("qwen3")
+    wanted = gradients(model, MemoryOptions())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for name, gradient in gradients(model, MemoryOptions()).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
+
+
+def test_calls_outside_of_a_step_are_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, model = fuse(monkeypatch), model_of("qwen3").eval()
+    forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    ids = torch.arange(20)[None] % 97
+    with torch.no_grad():
+        wanted, said = model(ids).logits, model.generate(ids, max_new_tokens=5, do_sample=False)
+        braided = seqbraid.parallelize(model)
+        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), said)
+        assert not calls
+        braided.logits(seqbraid.pack([{"input_ids": ids[0]}], model.config))
+    assert calls["rows_triton.forward"] == 9
+    braided.release()
+    assert forwards == {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    assert not [name for name, forward in forwards.items() if forward is not None]
+
+
+def rows_without(what: str) -> Callable[..., Any]:
+    def wrong(x: torch.Tensor, norm: Any, turn: Any = None, gate: Any = None) -> torch.Tensor:
+        if what == "norms of queries":
+            norm = None if turn is not None else norm
+        elif what == "rotation":
+            turn = None
+        elif what == "eps" and norm is not None:
+            norm = norm._replace(eps=0.3)
+        elif what == "gate":
+            gate = None
+        elif what == "positions" and turn is not None:
+            turn = type(turn)(*(t.roll(1, 0) for t in turn))
+        return RIGHT(x, norm, turn, gate)
+
+    return wrong
+
+
+RIGHT = fused.fused_rows
+
+
+@pytest.mark.parametrize("defect", ["norms of queries", "rotation", "eps", "gate", "positions", "up"])
+def test_planted_defects_are_noticed(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fuse(monkeypatch)
+    if defect == "up":
+        right = fused.fused_swiglu
+        monkeypatch.setattr(fused, "fused_swiglu", lambda gate, up, in_place: right(gate, gate * 1, in_place))
+    else:
+        monkeypatch.setattr(fused, "fused_rows", rows_without(defect))
+        monkeypatch.setattr(fused._Attention, "rows", None, raising=False)
+        wrong, make = rows_without(defect), fused._Attention.__init__
+
+        def made(self: Any, norms: Any, takes: Any, rows: Any = None) -> None:
+            make(self, norms, takes, rows or wrong)
+
+        monkeypatch.setattr(fused._Attention, "__init__", made)
+    assert not check_parity(model_of("qwen3_5"), random_samples(LENGTHS, 97, seed=3)).holds
