@@ -54,9 +54,11 @@ def _checkpoint(
 
 def _refuse_second_checkpoint(model: BraidedModel, layers: Sequence[nn.Module]) -> None:
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
+        names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # new name, old name
         raise ValueError(
             f"{type(model.model).__name__} has its own gradient checkpointing on; call "
-            "gradient_checkpointing_disable() on it, or leave memory.checkpointing at 'none'"
+            f"{next(name for name in names if hasattr(model.model, name))}() on it, or leave "
+            "memory.checkpointing at 'none'"
         )
 
 

@@ -42,6 +42,13 @@ def find_layers(model: PreTrainedModel, decoder: nn.Module, config: Any) -> nn.M
     )
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """What a config says of each layer: one config for all, or one per layer where it lets them differ; then
+    reading what differs from the config of all is an error.
+    """
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
+
+
 def _kind(decoder: nn.Module, config: Any, count: int | None) -> str:
     """What kind of model keeps no list of its layers, in words."""
     if type(decoder).__name__.endswith("DecoderWrapper"):

@@ -202,8 +202,8 @@ def _norms_to_put_off(
     module: nn.Module, forward: Any, kinds: dict[nn.Module, NormKind]
 ) -> tuple[nn.Module, ...]:
     """The norms of queries and keys, if nothing but their rotation comes after them: tried on a copy."""
-    norms = tuple(getattr(module, name, None) for name in PUT_OFF)
-    if any(norm not in kinds or kinds[norm].gated for norm in norms):
+    norms = tuple(norm for name in PUT_OFF if isinstance(norm := getattr(module, name, None), nn.Module))
+    if len(norms) < len(PUT_OFF) or any(norm not in kinds or kinds[norm].gated for norm in norms):
         return ()
     try:
         copy, hidden, angles = _small_attention(module)

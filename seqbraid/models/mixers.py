@@ -13,6 +13,8 @@ from torch import nn
 from transformers import masking_utils
 from transformers.pytorch_utils import Conv1D
 
+from .decoder import layer_configs
+
 HEAD_SIZES = ("qk_head_dim", "head_dim", "head_size")
 """What attention modules call the size of a query's head."""
 
@@ -54,6 +56,8 @@ def softmax_heads(mixer: Any, config: Any) -> SoftmaxHeads:
     """The heads of softmax attention; where its projections are not ones that we know, as the config has
     them.
     """
+    configs = layer_configs(config)
+    config = configs[mixer.layer_idx] if len(configs) > 1 else config
     key = next(int(getattr(mixer, name)) for name in HEAD_SIZES if hasattr(mixer, name))
     value = int(getattr(mixer, "v_head_dim", None) or key)
     out = _projection(mixer, OUT)

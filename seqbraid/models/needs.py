@@ -7,7 +7,11 @@ from typing import Any
 import torch
 
 from ..sequence_parallel.gated_delta_bytes import HeadSizes
-from ..sequence_parallel.plans import MixerNeeds, RowPlans
+from ..sequence_parallel.plans import MixerNeeds, RowPlans, SoftmaxNeeds
+from .decoder import layer_configs
+
+SOFTMAX = ("full_attention", "sliding_attention")
+"""What configs call the layers of softmax attention."""
 
 GATED_DELTA = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
@@ -30,19 +34,24 @@ def prepare_plans(plans: RowPlans, config: Any) -> None:
 
 def mixer_needs(text: Any, kinds: list[str] | None) -> MixerNeeds:
     """The needs of a text decoder, whose layers are of these kinds; full attention where none are named."""
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int):
+    configs = layer_configs(text)
+    if not all(isinstance(getattr(config, "num_attention_heads", None), int) for config in configs):
         return MixerNeeds()
-    window = getattr(text, "sliding_window", None)
-    of_kind = {"full_attention": None, "sliding_attention": window}
-    softmax = [of_kind[kind] for kind in dict.fromkeys(kinds or ["full_attention"]) if kind in of_kind]
+    if len(configs) == 1:
+        configs *= len(kinds or [None])
+    layers = zip(kinds or ["full_attention"] * len(configs), configs, strict=True)
+    softmax = [_softmax_needs(config, kind) for kind, config in layers if kind in SOFTMAX]
     is_hybrid = "linear_attention" in (kinds or ()) and all(hasattr(text, name) for name in GATED_DELTA)
     dtype = getattr(text, "dtype", None)
     return MixerNeeds(
-        windows=tuple(dict.fromkeys(softmax)),
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        softmax=tuple(dict.fromkeys(softmax)),
         gated_delta=HeadSizes(*(getattr(text, name) for name in GATED_DELTA)) if is_hybrid else None,
         conv_width=getattr(text, "linear_conv_kernel_dim", 0) if is_hybrid else 0,
         itemsize=dtype.itemsize if isinstance(dtype, torch.dtype) else 4,
     )
+
+
+def _softmax_needs(config: Any, kind: str) -> SoftmaxNeeds:
+    heads = config.num_attention_heads
+    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    return SoftmaxNeeds(heads, getattr(config, "num_key_value_heads", None) or heads, window)

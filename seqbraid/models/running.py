@@ -13,6 +13,9 @@ from torch import nn
 
 from ..sequence_parallel.context import StepContext
 
+CHECKPOINT = "_gradient_checkpointing_func"
+"""What stock layers call the function that checkpoints them, where it is switched on."""
+
 _STEP: ContextVar[StepContext | None] = ContextVar("the step that is running", default=None)
 
 
@@ -43,10 +46,10 @@ def running_rows(step: StepContext | None, start: int, stop: int) -> Iterator[No
 
 
 def bind_layer(layer: nn.Module) -> None:
-    """Bind the step around a layer's calls: one that is computed again in the backward is called again, with
-    the step's context among its arguments. `unbind` undoes it.
+    """Bind the step around a layer's calls, and around what its own checkpointing computes again in the
+    backward. `unbind` undoes it.
     """
-    layer.forward = partial(_layer_forward, layer.forward)
+    layer.forward = partial(_layer_forward, layer, vars(layer).get("forward"))
 
 
 def unbind(module: nn.Module) -> None:
@@ -55,9 +58,37 @@ def unbind(module: nn.Module) -> None:
 
 
 def _layer_forward(
-    stock: Callable[..., Any], *args: Any, braid: StepContext | None = None, **kwargs: Any
+    layer: nn.Module,
+    replaced: Callable[..., Any] | None,
+    *args: Any,
+    braid: StepContext | None = None,
+    **kwargs: Any,
 ) -> Any:
+    # The class is asked at every call: sharding gives a layer a class of its own, and transformers takes its
+    # checkpoints in the forward of the last one.
+    stock = replaced or partial(type(layer).forward, layer)
     if braid is None:
         return stock(*args, **kwargs)
-    with running(braid):
+    with running(braid), _computed_again_for(layer, braid):
         return stock(*args, braid=braid, **kwargs)
+
+
+@contextmanager
+def _computed_again_for(layer: Any, step: StepContext) -> Iterator[None]:
+    """Where the stock layer's checkpoint is inside of its forward (transformers 5.23), nothing of ours is
+    around it when it is computed again; older releases call the layer again.
+    """
+    checkpoint = vars(layer).get(CHECKPOINT)
+    if checkpoint is None:
+        yield
+        return
+    vars(layer)[CHECKPOINT] = lambda function, *args: checkpoint(partial(_run_for, step, function), *args)
+    try:
+        yield
+    finally:
+        vars(layer)[CHECKPOINT] = checkpoint
+
+
+def _run_for(step: StepContext, function: Callable[..., Any], *args: Any) -> Any:
+    with running(step):
+        return function(*args)

@@ -24,13 +24,20 @@ from .ulysses import HeadPlan
 CPU = torch.device("cpu")
 
 
+class SoftmaxNeeds(NamedTuple):
+    """What layers of softmax attention will ask of a row's plans."""
+
+    num_heads: int
+    num_kv_heads: int
+    window: int | None = None
+    """None for full attention."""
+
+
 class MixerNeeds(NamedTuple):
     """What the mixers of a model will ask of a row's plans, as far as its config tells."""
 
-    windows: tuple[int | None, ...] = ()
-    """Of its softmax layers: a sliding window, or None for full attention."""
-    num_heads: int = 1
-    num_kv_heads: int = 1
+    softmax: tuple[SoftmaxNeeds, ...] = ()
+    """Each kind of its softmax layers once."""
     gated_delta: HeadSizes | None = None
     """The heads of its gated-delta layers; None where it has none."""
     conv_width: int = 0
@@ -61,13 +68,11 @@ class RowPlans:
         """
         self.slots(CPU)
         ulysses = self.layout.ulysses
-        for window in needs.windows:
+        for num_heads, num_kv_heads, window in needs.softmax:
             if ulysses == 1:
-                self.ring(window, True, True, needs.num_heads / needs.num_kv_heads)
+                self.ring(window, True, True, num_heads / num_kv_heads)
                 continue
-            ratio = HeadPlan(needs.num_heads, needs.num_kv_heads, ulysses).query_heads_per_kv_head(
-                self.rank % ulysses
-            )
+            ratio = HeadPlan(num_heads, num_kv_heads, ulysses).query_heads_per_kv_head(self.rank % ulysses)
             if sum(self.group_tokens):
                 self.ring(window, True, False, ratio)
             if self.layout.num_shared_tokens(self.rank) < self.layout.num_local_tokens:

@@ -23,7 +23,7 @@ from torch import Tensor
 from tests.helpers import ranks
 from tests.models.tiny_types import OFTEN, VOCABULARY, has_window, tiny_type_config, tiny_type_model, variants
 
-EXACT, REFUSED, WRONG, FAILED, NO_CONFIG = "exact", "refused", "wrong", "failed", "no tiny config"
+EXACT, REFUSED, WRONG, FAILED, NO_CONFIG = "exact", "refused", "wrong", "failed", "not tried"
 
 LONG = (37, 1, 70, 12, 5)
 """Tokens of samples: two of them longer than the windows of tiny models, and one of a single token."""
@@ -85,7 +85,7 @@ def run_case(
         stock: Any = tiny_type_model(model_type, dtype, **changes)
         braided_stock: Any = tiny_type_model(model_type, dtype, **changes)
     except Exception as error:
-        return Outcome(NO_CONFIG, _words(error))
+        return Outcome(NO_CONFIG, f"transformers cannot build it: {_words(error)}")
     samples = _samples(lengths)
     try:
         model = sb.parallelize(braided_stock, mesh)

@@ -17,6 +17,12 @@ EXACT: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "phi3": {},
     "gemma": {},
+    # Layers that see all have other heads than those with a window, as the larger Gemma 4 has.
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16, "global_head_dim": 8,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": None, "num_kv_shared_layers": 0,
+    },
     "olmo2": {},
     "deepseek_v3": {
         "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4,

@@ -61,7 +61,9 @@ def test_padding_is_nobody(family: str, layout: dict[str, int]) -> None:
 def test_gradient_checkpointing_changes_nothing(family: str) -> None:
     model = tiny_model(family)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    parity = check_parity(model, random_samples(LENGTHS, 97))
+    parity = check_parity(
+        model, random_samples(LENGTHS, 97), multiple_of=100
+    )  # with padding, which no expert gets
     assert parity.holds, parity.worst
 
 

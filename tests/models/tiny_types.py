@@ -26,6 +26,7 @@ WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "wi
 SIZES: list[tuple[str, int]] = [
     (r"(decoder_|type_|task_type_|pronunciation_|shape_)?vocab_size(_per_layer_input)?", VOCABULARY),
     (r"hidden_size_per_layer_input|laurel_rank", 8),
+    (r"adapter_(in|out)_dim|adapter_input_size|downsample_hidden_size", 32),
     (r"hidden_size|d_model|n_embd|embedding_size|embedding_dim|emb_dim|word_embed_proj_dim|attention_hidden_size"
      r"|(in|out)put_embedding_size|lru_width|dim_model_base|backbone_hidden_size|router_hidden_size", 32),
     (r"(moe_|expert_|shared_expert_|moe_shared_expert_|shared_|expert_ffn_)?(intermediate|hidden)_size"
@@ -89,12 +90,19 @@ PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
 
 OFTEN: dict[str, dict[str, dict[str, Any]]] = {
     "cohere": {"logit_scale=1": {"logit_scale": 1.0}},
+    "dots3_note_text": {
+        "use_dsa=False": {
+            "use_dsa": False, "layer_types": [KINDS[0], *KINDS], "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+        },
+    },
     "gemma2": {"final_logit_softcapping=None": {"final_logit_softcapping": None}},
     "gemma3_text": {"use_bidirectional_attention": {"use_bidirectional_attention": True}},
     "gemma4_text": {
         "num_kv_shared_layers=2": {
             "num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": [*KINDS, *KINDS],
         },
+        "attention_k_eq_v": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     },
     "granite": {"logits_scaling=8": {"logits_scaling": 8.0}},
     "lfm2": {"conv layers": {"layer_types": ["conv", "full_attention"]}},

@@ -276,8 +276,11 @@ def _frame_rules(processor: Any) -> FrameRules:
     """The rules of the video processor, with the sizes that the stock processor puts over them."""
     rules = FrameRules.of(processor.video_processor)
     stock = type(processor)
-    defaults = getattr(import_module(stock.__module__), f"{stock.__name__}Kwargs", None)
-    size = getattr(defaults, "_defaults", {}).get("videos_kwargs", {}).get("size")
+    settings = getattr(stock, "videos_kwargs", None)
+    if settings is None:  # up to transformers 5.22
+        arguments = getattr(import_module(stock.__module__), f"{stock.__name__}Kwargs", None)
+        settings = getattr(arguments, "_defaults", {}).get("videos_kwargs", {})
+    size = settings.get("size")
     if size is None:
         return rules
     return replace(rules, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
