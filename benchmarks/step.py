@@ -2,7 +2,7 @@
 kernels that a skilled user adds, and seqbraid, in turns in one run.
 
 `python -m benchmarks.step --case qwen3_4b --tokens 16384` prints for each way tokens per second (median over
-turns), the ratio to the best of the others, model FLOPs utilisation (`seqbraid.train.flops`: the model's
+turns), the ratio to the best of the others, model FLOPs utilisation (`seqbraid.plan.flops`: the model's
 arithmetic without recomputation, over the time and the vendor's dense bf16 peak), peak memory, loss and
 gradient norm. Each way has a process of its own, since Liger patches classes for the whole process; what
 fails is said. `--profile` shows where the time goes.
@@ -172,7 +172,7 @@ class _State:
         """What is the same for all ways."""
         import transformers
 
-        from seqbraid.train.flops import ModelFlops, peak_flops
+        from seqbraid.plan.flops import ModelFlops, peak_flops
 
         torch, row = self.torch, self.row
         return {

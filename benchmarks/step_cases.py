@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from seqbraid.models.media_tokens import TEXT, audio_tokens, media_config, token_types
-from seqbraid.train.flops import Media
+from seqbraid.plan.flops import Media
 
 LONGEST = 1 << 20
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

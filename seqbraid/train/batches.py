@@ -10,8 +10,8 @@ from ..data.pack import pack, plan_row
 from ..mesh import Mesh
 from ..models.batch import BadBatch, PackedBatch
 from ..models.step import Step
+from ..plan.flops import Media, ModelFlops
 from ..sequence_parallel.plans import RowPlans
-from .flops import Media, ModelFlops
 
 
 @dataclass(frozen=True)

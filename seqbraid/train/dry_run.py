@@ -15,9 +15,9 @@ from ..layout import SequenceLayout
 from ..layout.render import layout_table
 from ..mesh import Mesh, launched
 from ..models.media_adapter import make_adapter
+from ..plan.estimate import memory_estimate
 from ..printable import printable
 from .config import MeshConfig, TrainConfig
-from .estimate import memory_estimate
 from .log import check_sinks
 from .run_folder import check_out
 from .setup import TINY, load_model, make_loader

@@ -24,9 +24,9 @@ from ..distributed.api import parallelize
 from ..distributed.weights import spread_weights
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
+from ..plan.flops import ModelFlops
 from .batches import StepMaker
 from .config import DataConfig, TrainConfig
-from .flops import ModelFlops
 from .freeze import freeze
 from .lora import LoraOptions, add_lora
 from .weights import checkpoint_folder, empty_model, fingerprint, load_stock

@@ -17,13 +17,13 @@ from ..mesh import Mesh
 from ..models.agreement import Agreed
 from ..models.output import StepOutput
 from ..models.step import Step, agree_on, forward_backward
+from ..plan.flops import ModelFlops, peak_flops
 from .changes import changes
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
 from .checkpoint.files import folder_name
 from .config import TrainConfig, as_dict, shared
 from .ending import Ending, write_ending, write_failure
 from .evaluate import evaluate
-from .flops import ModelFlops, peak_flops
 from .identity import agree_on_model, check_same_model
 from .log import Sinks, check_sinks, open_sinks
 from .lora import save_adapter

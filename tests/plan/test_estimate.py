@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seqbraid import Mesh, pack, parallelize
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.estimate import Estimate, memory_estimate
 from seqbraid.plan.memory import MemoryOptions
-from seqbraid.train.estimate import Estimate, memory_estimate
 from tests.helpers.ranks import run
 
 TOKENS, VOCABULARY = 768, 512

@@ -12,9 +12,9 @@ from torch import nn
 from ..mesh import Mesh
 from ..models.parts import LayerParts, ModelParts
 from ..ops.linear_cross_entropy import default_chunk
-from ..plan.memory import MemoryOptions
 from .activations import FLOAT32, layer_activations
 from .anatomy import parts_of
+from .memory import MemoryOptions
 
 if TYPE_CHECKING:
     from rich.table import Table

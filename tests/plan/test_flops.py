@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from seqbraid.models.parts import towers_of
 from seqbraid.models.tiny.decoders import FAMILIES, GATED_DELTA, tiny_config, tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, tiny_media_model
-from seqbraid.train.flops import Media, ModelFlops, peak_flops, peak_of, seen_keys, step_flops
+from seqbraid.plan.flops import Media, ModelFlops, peak_flops, peak_of, seen_keys, step_flops
 from tests.models.test_decoders import EXACT, build
 
 TOKENS = 40
