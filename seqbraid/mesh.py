@@ -129,6 +129,11 @@ class Mesh:
         """Without process groups, which no other process can have: `pack` takes a mesh along to workers."""
         return {axis.name: getattr(self, axis.name) for axis in fields(self)}
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of every axis, `ep` included; `Mesh(**mesh.sizes)` is the same mesh."""
+        return {axis: getattr(self, axis) for axis in (*AXES, "ep")}
+
     def _sizes(self) -> str:
         return ", ".join(f"{axis}={getattr(self, axis)}" for axis in AXES)
 

@@ -60,10 +60,13 @@ def test_one_table_of_axes() -> None:
     assert tuple(axis.name for axis in TABLE) == AXES
     for axis in TABLE:
         assert f"{axis.name}: {axis.what}" in str(Mesh.__doc__)
-    source = inspect.getsource(MeshConfig).replace("\n", " ")
-    for name in (field.name for field in fields(MeshConfig)):
-        what = next(axis.what for axis in TABLE if axis.name == name)
-        assert f"{what[0].upper()}{what[1:]}" in source
+    assert tuple(field.name for field in fields(MeshConfig)) == (*AXES, "ep")
+    source = inspect.getsource(MeshConfig)
+    for axis in TABLE:
+        help_text = source.partition(f"    {axis.name}: int = ")[2].splitlines()[1]
+        assert help_text.strip(' "').startswith(f"{axis.what[0].upper()}{axis.what[1:]}")
+    mesh = Mesh(dp_replicate=2, ring=2, ep=2, rank=1, world_size=4)
+    assert Mesh(**mesh.sizes, rank=1, world_size=4) == mesh
 
 
 def test_dp_shard_takes_the_rest() -> None:

@@ -12,7 +12,7 @@ SILENT = ("model", "out", "resume", "checkpoint.", "log.", "timeouts.")
 SILENT += ("data.train", "data.workers", "data.prefetch_steps")
 """What changes no step of a run; what is in the data is compared by the loader."""
 
-NO_GRADIENT = ("mesh.", "memory.", "gated_delta", "attention", "data.policy")
+NO_GRADIENT = ("mesh.", "memory.", "gated_delta", "kernels.", "data.policy")
 SCHEDULE = ("train.lr", "train.schedule", "train.warmup", "train.final_lr")
 LENGTH = ("train.steps", "train.epochs")
 

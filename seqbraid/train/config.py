@@ -19,8 +19,10 @@ from .yaml_file import use_checked_yaml
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How the processes are shared out; their product is the number of processes."""
+    """How the processes are shared out; the product of all but `ep` is the number of processes."""
 
+    pp: int = 1
+    """Pipeline stages."""
     dp_replicate: int = 1
     """Copies of the model that see different samples."""
     dp_shard: int = -1
@@ -29,6 +31,10 @@ class MeshConfig:
     """Ranks along which keys and values of long sequences travel."""
     ulysses: int = 1
     """Ranks that exchange heads for tokens."""
+    tp: int = 1
+    """Ranks that share every matrix product."""
+    ep: int = 1
+    """Ranks that share the experts; carved out of `dp_shard × ring × ulysses × tp`."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from ..distributed.api import check_model
 from ..layout import SequenceLayout
 from ..layout.render import layout_table
-from ..mesh import Mesh, launched
+from ..mesh import AXES, Mesh, launched
 from ..models.media_adapter import make_adapter
 from ..plan.estimate import memory_estimate
 from ..printable import printable
-from .config import MeshConfig, TrainConfig
+from .config import MeshConfig, TrainConfig, as_dict
 from .log import check_sinks
 from .run_folder import check_out
 from .setup import TINY, load_model, make_loader
@@ -34,6 +35,7 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     if not config.model.startswith(TINY):
         read_headers(checkpoint_folder(config.model))
     model = load_model(config, weights=False)
+    check_model(model, mesh)
     make_adapter(model).check_mesh(mesh, config.gated_delta)
     console = console or Console()
     console.print(_model_table(model, mesh, config))
@@ -46,10 +48,10 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
 
 def planned_mesh(axes: MeshConfig) -> Mesh:
     """The mesh as the job would have it: of torchrun's processes, or of as many as the axes name."""
-    sizes = {axis: getattr(axes, axis) for axis in ("dp_replicate", "dp_shard", "ring", "ulysses")}
+    sizes = as_dict(axes)
     rank, world_size = launched()
     if world_size == 1:
-        world_size = prod(max(size, 1) for size in sizes.values())
+        world_size = prod(max(sizes[axis], 1) for axis in AXES)
     return Mesh(**sizes, rank=rank, world_size=world_size)
 
 
@@ -59,10 +61,8 @@ def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> Ren
     table.add_row("model", escape(printable(f"{config.model} ({type(model).__name__})")))
     trained = sum(n for n, learns in counts if learns)
     table.add_row("parameters", f"{sum(n for n, _ in counts):,}, of which {trained:,} are trained")
-    axes = ", ".join(
-        f"{axis}={getattr(mesh, axis)}" for axis in ("dp_replicate", "dp_shard", "ring", "ulysses")
-    )
-    table.add_row("mesh", f"{axes}: {mesh.world_size} processes")
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.sizes.items() if size > 1)
+    table.add_row("mesh", f"{axes}: {mesh.world_size} processes" if axes else "one process")
     rows = config.train.batch_tokens // config.data.row_tokens
     per_rank = -(-rows // mesh.data_world_size)
     table.add_row(

@@ -26,7 +26,7 @@ from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..plan.flops import ModelFlops
 from .batches import StepMaker
-from .config import DataConfig, TrainConfig
+from .config import DataConfig, TrainConfig, as_dict
 from .freeze import freeze
 from .lora import LoraOptions, add_lora
 from .weights import checkpoint_folder, empty_model, fingerprint, load_stock
@@ -60,8 +60,7 @@ class Encoding:
 
 def make_mesh(config: TrainConfig) -> Mesh:
     """The mesh of this job's processes, which meet here."""
-    axes = config.mesh
-    mesh = Mesh(dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, ring=axes.ring, ulysses=axes.ulysses)
+    mesh = Mesh(**as_dict(config.mesh))
     if mesh.world_size > 1:
         start = config.timeouts.start
         join_job(limit=FOR_EVER if start is None else timedelta(seconds=start))

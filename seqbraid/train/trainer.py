@@ -332,9 +332,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "config": as_dict(self.config),
             "identity": self.identity,
-            "mesh": {
-                axis: getattr(self.mesh, axis) for axis in ("dp_replicate", "dp_shard", "ring", "ulysses")
-            },
+            "mesh": self.mesh.sizes,
         }
         self.saved = self.step
         self.where.at(f"saving step {self.step}, after the save before it is written", limit="start")

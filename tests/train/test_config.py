@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from seqbraid.cli import main
+from seqbraid.train import changes
 from seqbraid.train.config import StepConfig, keys, load_config, parse_config, to_yaml
 from seqbraid.train.schedule import learning_rate
 
@@ -188,3 +189,9 @@ def test_what_options_hold_is_looked_at_as_files_are(path: Path, tmp_path: Path)
     with pytest.raises(ValueError, match="has 'out' twice"):
         parse_config([f"--config={YAML}out: runs/b"])
     assert parse_config([str(path), "--data.train=*.jsonl"])[0].data.train == "*.jsonl"  # a glob, no alias
+
+
+def test_what_is_said_of_a_changed_setting_is_of_one_that_exists() -> None:
+    for group in (changes.SILENT, changes.NO_GRADIENT, changes.SCHEDULE, changes.LENGTH):
+        for start in group:
+            assert any(name.startswith(start) for name in keys()), start

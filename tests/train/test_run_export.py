@@ -207,7 +207,7 @@ def test_a_dry_run_shows_the_plan_of_a_mesh_that_is_not_there(
 
     code, out, err = plan("--mesh.ring=2", "--mesh.ulysses=2")
     assert code == 0, err
-    assert "dp_shard=1, ring=2, ulysses=2: 4 processes" in out
+    assert "ring=2, ulysses=2: 4 processes" in out
     assert "512 tokens: 2 rows of 256, 2 for each of 1 data ranks" in out
     first = out.split("First row")[1]
     images = [int(line.split("│")[4]) for line in first.splitlines() if line.count("│") == 7 and "0" in line]
@@ -217,6 +217,8 @@ def test_a_dry_run_shows_the_plan_of_a_mesh_that_is_not_there(
 
     code, _, err = plan("--mesh.ulysses=3")
     assert code == 2 and "ulysses=3" in err
+    code, _, err = plan("--mesh.pp=2")
+    assert code == 2 and "pp=2 is not supported yet" in err
     code, _, err = plan(model=str(tmp_path / "nothing"))
     assert code == 2 and "nothing" in err and not (tmp_path / "nothing").exists()
 
