@@ -16,6 +16,11 @@ from .tiled_mlp import TiledMLP
 
 def apply_memory_options(model: BraidedModel, options: MemoryOptions) -> None:
     """Throw the switches; `release` of the model throws them back."""
+    if options.checkpointing == "auto":
+        raise ValueError(
+            "checkpointing='auto' is chosen by seqbraid train, which knows the rows; here use 'none', "
+            "'selective' or 'full', or what seqbraid.plan.auto.choose_checkpointing gives"
+        )
     layers = list(model.parts.layer_list)
     if options.checkpointing != "none":
         _refuse_second_checkpoint(model, layers)

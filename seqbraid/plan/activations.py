@@ -50,38 +50,38 @@ class LayerActivations:
         return self.input + (self.mixer if checkpointing == "selective" else 0)
 
 
-def layer_activations(parts: ModelParts, layer: LayerParts, e: int) -> LayerActivations:
-    """The bytes per token of a layer."""
+def layer_activations(parts: ModelParts, layer: LayerParts, e: int, fused: bool = False) -> LayerActivations:
+    """The bytes per token of a layer; `fused` where norms, rotations and gates are one kernel each."""
     check_mixer(parts, layer)
     hidden = int(parts.config.hidden_size)
-    # An RMS norm keeps its input in float32 and the normed one; a layer norm only its input.
-    norms = 0
+    # An RMS norm keeps its input in float32 and the normed one; a layer norm, or a kernel, only its input.
+    norms, wide = 0, e if fused else FLOAT32 + e
     for module in layer.norms:
         weight = getattr(module, "weight", None)
         if weight is not None and tuple(weight.shape) == (hidden,):
-            norms += hidden * e if isinstance(module, nn.LayerNorm) else hidden * (FLOAT32 + e)
+            norms += hidden * (e if isinstance(module, nn.LayerNorm) else wide)
     # Two norms feed projections, which keep what they are given.
     norms += 2 * hidden * e
     is_delta = layer.kind == "gated_delta"
-    inner, around = _gated_delta(layer.mixer, e) if is_delta else _softmax(parts, layer, e)
-    return LayerActivations(norms, inner, around, *_mlps(parts, layer, e), hidden * e)
+    inner, around = _gated_delta(layer.mixer, e, fused) if is_delta else _softmax(parts, layer, e, fused)
+    return LayerActivations(norms, inner, around, *_mlps(parts, layer, e, fused), hidden * e)
 
 
-def _softmax(parts: ModelParts, layer: LayerParts, e: int) -> tuple[int, int]:
+def _softmax(parts: ModelParts, layer: LayerParts, e: int, fused: bool) -> tuple[int, int]:
     queries, keys, key_size, value_size = parts.heads(layer)
     mixer = layer.mixer
     q, k, v = queries * key_size, keys * key_size, keys * value_size
     out, around = queries * value_size, 0
     for name, width in (("q_norm", q), ("k_norm", k)):
         if isinstance(getattr(mixer, name, None), nn.Module):
-            around += width * (FLOAT32 + e)
+            around += width * (e if fused else FLOAT32 + e)
     projection = getattr(mixer, "q_proj", None)
     if projection is not None and projection.weight.shape[0] == 2 * q:
         around += 2 * out * e  # an output gate: its sigmoid, and the gated output
     return (q + k + v + out) * e + queries * FLOAT32, around
 
 
-def _gated_delta(mixer: Any, e: int) -> tuple[int, int]:
+def _gated_delta(mixer: Any, e: int, fused: bool) -> tuple[int, int]:
     sizes = gated_delta_sizes(mixer)
     values, heads = sizes.num_values * sizes.value_size, sizes.num_values
     channels = 2 * sizes.num_keys * sizes.key_size + values
@@ -89,11 +89,11 @@ def _gated_delta(mixer: Any, e: int) -> tuple[int, int]:
     # and what they are made of; what comes out. Of the states few are kept.
     inner = 3 * channels * e + heads * (3 * FLOAT32 + 2 * e) + values * e
     # The gated norm: its input and its gate in float32, the gate's activation, the normed, the product, and
-    # what goes into the projection.
-    return inner, values * (4 * FLOAT32 + 2 * e)
+    # what goes into the projection. A kernel keeps its input and its gate.
+    return inner, values * (3 * e if fused else 4 * FLOAT32 + 2 * e)
 
 
-def _mlps(parts: ModelParts, layer: LayerParts, e: int) -> tuple[int, int]:
+def _mlps(parts: ModelParts, layer: LayerParts, e: int, fused: bool) -> tuple[int, int]:
     """Of dense MLPs and of the chosen experts."""
     dense, experts, hidden = 0, 0, int(parts.config.hidden_size)
     for module in layer.experts:
@@ -113,11 +113,11 @@ def _mlps(parts: ModelParts, layer: LayerParts, e: int) -> tuple[int, int]:
         down: Any = next((m for m in names if isinstance(m, nn.Module)), None)
         if down is None:
             continue
-        # Gate, up, activation and product; or input and output of the activation, which may be written out in
-        # elementwise steps.
+        # Gate, up, activation (which a kernel does not keep) and product; or input and output of the
+        # activation, which may be written out in elementwise steps.
         gated = any(hasattr(module, name) for name in ("gate_proj", "gate_up_proj", "w3"))
         steps = 3 if isinstance(getattr(module, "act", None), NewGELUActivation) else 0
-        dense += _other(down.weight, hidden) * (4 if gated else 2 + steps) * e
+        dense += _other(down.weight, hidden) * ((3 if fused else 4) if gated else 2 + steps) * e
     return dense, experts
 
 

@@ -15,6 +15,7 @@ from ..ops.linear_cross_entropy import default_chunk
 from .activations import FLOAT32, layer_activations
 from .anatomy import parts_of
 from .memory import MemoryOptions
+from .units import Units
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,6 +84,7 @@ def memory_estimate(
     precision: Precision = "mixed",
     optimizer: str = "adamw",
     row_tokens: int = 8192,
+    fused: bool = False,
 ) -> Estimate:
     """Estimate what a step takes of each device.
 
@@ -93,6 +95,7 @@ def memory_estimate(
         precision: as `train` has it.
         optimizer: `adamw` or `sgd`.
         row_tokens: tokens of a packed row, all of them with labels.
+        fused: norms, rotations and gates are computed by our kernels, which keep less.
     """
     if precision not in ("float32", "mixed", "bfloat16"):
         raise ValueError(f"precision={precision!r} is unknown; use 'float32', 'mixed' or 'bfloat16'")
@@ -101,10 +104,12 @@ def memory_estimate(
     if row_tokens < 1:
         raise ValueError(f"row_tokens={row_tokens} must be at least 1")
     parts, memory = parts_of(model), MemoryOptions() if memory is None else memory
+    if memory.checkpointing == "auto":
+        raise ValueError("checkpointing='auto' takes what it chooses: see seqbraid.plan.auto")
     tokens = ceil(row_tokens / mesh.sequence_size)
     lines = [*_state_lines(parts, mesh, precision, optimizer), *_gathered_lines(parts, mesh, precision)]
     compute = FLOAT32 if precision == "float32" else 2
-    activations, host = _activation_lines(parts, memory, compute, tokens)
+    activations, host = _activation_lines(parts, memory, compute, tokens, fused)
     lines += [*activations, *_loss_lines(parts, memory, compute, tokens)]
     return Estimate(tuple(lines), host, sum(p.numel() for p in parts.model.parameters()))
 
@@ -141,26 +146,30 @@ def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list
     if mesh.dp_shard * mesh.sequence_size * mesh.dp_replicate == 1 and precision != "mixed":
         return []  # nothing is sharded or cast
     width = FLOAT32 if precision == "float32" else 2
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in parts.layer_list]
-    trained = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in parts.layer_list]
-    rest = sum(p.numel() for p in parts.model.parameters()) - sum(layers)
-    rest_trained = sum(p.numel() for p in parts.model.parameters() if p.requires_grad) - sum(trained)
-    pair = max((a + b for a, b in pairwise(layers)), default=max(layers))
+    units = Units.of(parts)
+    own = {id(unit): units.own(unit) for unit in units.units}
+    sizes = {key: sum(p.numel() for p in parameters) for key, parameters in own.items()}
+    forward = [sizes[id(unit)] for unit in units.units]
+    backward = [sizes[id(unit)] for unit in units.backward if unit.backward_reads]
+    pair = max(a + b for order in (forward, backward) for a, b in pairwise([*order, 0]))
     # Gradients are summed in float32, from the copy that the backward made.
-    reduced = max(trained) * (width + (0 if width == FLOAT32 else FLOAT32))
+    trained = max(sum(p.numel() for p in parameters if p.requires_grad) for parameters in own.values())
+    reduced = trained * (width + (0 if width == FLOAT32 else FLOAT32))
+    rest = sum(p.numel() for p in units.rest)
+    rest_trained = sum(p.numel() for p in units.rest if p.requires_grad)
     return [
-        Line("gathered layers", pair * width, "count", "the one at work and the next"),
-        Line("gathered rest", rest * width, "count", "embeddings, head and towers, kept through the step"),
-        Line("gradients in flight", reduced + rest_trained * width, "model", "of a layer and of the rest"),
+        Line("gathered units", pair * width, "count", "the one at work and the next"),
+        Line("gathered rest", rest * width, "count", "what belongs to no unit, kept through the step"),
+        Line("gradients in flight", reduced + rest_trained * width, "model", "of a unit and of the rest"),
     ]
 
 
 def _activation_lines(
-    parts: ModelParts, memory: MemoryOptions, e: int, tokens: int
+    parts: ModelParts, memory: MemoryOptions, e: int, tokens: int, fused: bool
 ) -> tuple[list[Line], int]:
     """What is kept for the backward, and what the backward of one layer takes; bytes in host memory."""
     tiled, again = memory.mlp_tile is not None, memory.checkpointing != "none"
-    layers = [layer_activations(parts, layer, e) for layer in parts.layers]
+    layers = [layer_activations(parts, layer, e, fused) for layer in parts.layers]
     kept = [tokens * layer.kept(memory.checkpointing, tiled) for layer in layers]
     hidden = int(parts.config.hidden_size)
     # Of what is offloaded, one layer is on its way out or back, and one is in use.

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from ..models.braided import ReduceGradients
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "full", "auto"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class MemoryOptions:
 
     checkpointing: Checkpointing = "none"
     """What a decoder layer computes again in the backward: nothing, all but its token mixer (nothing is sent
-    twice), or everything from its input on; `full` goes for the blocks of media encoders too.
+    twice), or everything from its input on; `full` goes for the blocks of media encoders too. `auto` is for
+    `seqbraid train`: the least of them that fits the device, by the estimate (`plan/auto.py`).
     """
     offload: bool = False
     """Keep what checkpoints save in host memory, pinned where there is a GPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from ..plan.estimate import memory_estimate
 from ..printable import printable
 from .config import MeshConfig, TrainConfig, as_dict
 from .log import check_sinks
+from .recompute import choose_here
 from .run_folder import check_out
-from .setup import TINY, load_model, make_loader
+from .setup import TINY, load_model, make_device, make_loader
 from .weights import checkpoint_folder, read_headers
 
 
@@ -40,9 +42,12 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     console = console or Console()
     console.print(_model_table(model, mesh, config))
     console.print(*_batch(config, model, mesh))
-    estimate = memory_estimate(
-        model, mesh, config.memory, config.precision, row_tokens=config.data.row_tokens
-    )
+    memory = config.memory
+    if memory.checkpointing == "auto":  # for devices like the one here
+        choice = choose_here(config, model, mesh, make_device())
+        memory = replace(memory, checkpointing=choice.checkpointing)
+        console.print(str(choice))
+    estimate = memory_estimate(model, mesh, memory, config.precision, row_tokens=config.data.row_tokens)
     console.print(estimate.table())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from .optimizer import (
     gradients_of,
     make_optimizer,
 )
+from .recompute import settle_checkpointing
 from .run_folder import RunFolder, write_config
 from .schedule import learning_rate
 from .seeds import drawn_seed, seed_everything
@@ -101,7 +103,10 @@ class Trainer:
             if mesh.rank == 0:
                 (self.folder / "model").mkdir(parents=True, exist_ok=True)
         self.where.starts(f"reading the model {config.model} and splitting it over {mesh.world_size} ranks")
-        self.model = braid(config, mesh, self.device)
+        state = None if last is None else self.checkpoints.state(last)
+        memory, self.chosen = settle_checkpointing(config, mesh, self.device, state)
+        self.checkpointing = memory.checkpointing
+        self.model = braid(replace(config, memory=memory), mesh, self.device)
         set_group_timeouts(config, mesh)
         self.model_config = self.model.model.config
         try:
@@ -163,6 +168,9 @@ class Trainer:
             for change in self.changes:
                 self.sinks.event("changed", step=self.step, what=change)
                 self.sinks.say(change)
+            if self.chosen is not None:
+                self.sinks.event("chosen", step=self.step, what=self.chosen)
+                self.sinks.say(self.chosen)
         self.meter.start()
         stopped = False
         try:
@@ -333,6 +341,7 @@ class Trainer:
             "config": as_dict(self.config),
             "identity": self.identity,
             "mesh": self.mesh.sizes,
+            "checkpointing": self.checkpointing,
         }
         self.saved = self.step
         self.where.at(f"saving step {self.step}, after the save before it is written", limit="start")
