@@ -74,6 +74,7 @@ def main() -> None:
         f"{args.case}, {about.get('layers')} layers, {about.get('tokens')} tokens in "
         f"{about.get('samples')} samples, checkpointing {args.checkpointing}; {about.get('versions')}"
     )
+    print(f"  the estimate of seqbraid's peak: {about.get('estimate', float('nan')):.1f} GiB")
     others = [worker.ms for worker in workers if worker.turns and worker.way != "seqbraid"]
     for worker in workers:
         if worker.failure is not None or not worker.turns:
@@ -172,10 +173,18 @@ class _State:
         """What is the same for all ways."""
         import transformers
 
+        import seqbraid as sb
+        from seqbraid.plan.estimate import memory_estimate
         from seqbraid.plan.flops import ModelFlops, peak_flops
+        from seqbraid.plan.memory import MemoryOptions
 
         torch, row = self.torch, self.row
+        tokens, memory = sum(row.lengths), MemoryOptions(self.args.checkpointing)
+        estimate = memory_estimate(self.model, sb.Mesh(), memory, "bfloat16", "sgd", tokens, fused=True)
+        # No optimizer here: gradients are as wide as parameters, and there are no float32 weights.
+        held = sum(line.bytes for line in estimate.lines if line.name not in ("gradients", "optimizer"))
         return {
+            "estimate": (held + estimate["parameters"]) / 2**30,
             "layers": self.config.get_text_config().num_hidden_layers,
             "tokens": sum(row.lengths),
             "samples": len(row.samples),

@@ -33,10 +33,12 @@ def kind_of(kernel: str) -> str:
 
 
 def profiled(step: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds by kind of one step, of its kernels one by one, and of nothing at all."""
+    """Milliseconds by kind of one step, of its kernels one by one, of torch's operations that are no matrix
+    products, and of nothing at all.
+    """
     torch.cuda.synchronize()
     begin = perf_counter()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as prof:
         step()
         torch.cuda.synchronize()
     wall = 1e3 * (perf_counter() - begin)
@@ -52,7 +54,14 @@ def profiled(step: Callable[[], Any]) -> dict[str, Any]:
         kernels[event.name][1] += 1
     span = max(end for _, end in spans) - min(begin for begin, _ in spans)
     busiest = sorted(kernels.items(), key=lambda item: -item[1][0])
+    calls = prof.key_averages(group_by_input_shape=True)
+    calls = sorted(calls, key=lambda call: -call.self_device_time_total)
     return {
+        "calls": [
+            (f"{call.key[:40]} {str(call.input_shapes)[:90]}", call.self_device_time_total / 1e3, call.count)
+            for call in calls
+            if call.key.startswith("aten::") and not re.search(r"mm|attention", call.key)
+        ][:30],
         "kinds": dict(kinds) | {"idle": span - _covered(spans)},
         "kernels": [(name[:90], ms, int(count)) for name, (ms, count) in busiest[:30]],
         "span": span,
@@ -74,5 +83,7 @@ def show(way: str, found: dict[str, Any], top: int) -> None:
     print(f"{way}: {found['span']:.1f} ms from the first kernel to the last")
     for kind, ms in sorted(found["kinds"].items(), key=lambda item: -item[1]):
         print(f"  {ms:8.1f} ms {100 * ms / found['span']:5.1f} %  {kind}")
-    for name, ms, count in found["kernels"][:top]:
-        print(f"      {ms:8.2f} ms × {count:4d}  {name}")
+    for heading, rows in (("kernels", found["kernels"]), ("operations of torch, by shapes", found["calls"])):
+        print(f"  {heading}:")
+        for name, ms, count in rows[:top]:
+            print(f"      {ms:8.2f} ms × {count:4d}  {name}")

@@ -210,11 +210,11 @@ class Adapter:
                 "interface or a known gated-delta module, so packed samples may have seen each other there"
             )
         if not with_router:
-            return DecoderOutput(outputs.last_hidden_state[0])
+            return DecoderOutput(outputs.last_hidden_state.squeeze(0))
         router = getattr(outputs, "router_logits", None)
         if not router:
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
-        return DecoderOutput(outputs.last_hidden_state[0], tuple(router))
+        return DecoderOutput(outputs.last_hidden_state.squeeze(0), tuple(router))
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""

@@ -81,7 +81,7 @@ def braided_attention(
         return stock
     _refuse_unknown(module, query, attention_mask, dropout, sliding_window, kwargs, braid)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
+    q_THD, k_TGD, v_TGD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out_THD = braid.mix(softmax_attention, q_THD, k_TGD, v_TGD, braid, scale, sliding_window, s_aux)
     braid.record(_layer_index(module))
     return _with_padding(out_THD, v_TGD, braid)[None], None

@@ -102,7 +102,10 @@ def _norm(
         if module in call.norms and x.ndim == 4 and x.shape[0] == 1 and takes(ROTARY, x):
             call.put_off.append((x, norm))
             return x
-    tokens = [x[0] if x.ndim == 4 and x.shape[0] == 1 else x.reshape(-1, 1, x.shape[-1]) for x in (x, *given)]
+    tokens = [
+        x.squeeze(0) if x.ndim == 4 and x.shape[0] == 1 else x.reshape(-1, 1, x.shape[-1])
+        for x in (x, *given)
+    ]
     return rows(tokens[0], norm, None, *tokens[1:]).view(x.shape)
 
 
@@ -163,10 +166,10 @@ def _rotate(
     if fits:
         turn = Turn(cos[0], sin[0])
         pairs = zip((q, k), norms, strict=True)
-        out = [call.rows(x[0].transpose(0, 1), norm, turn) for x, norm in pairs]
+        out = [call.rows(x.squeeze(0).transpose(0, 1), norm, turn) for x, norm in pairs]
         return tuple(x.transpose(0, 1)[None] for x in out)
     if waiting:
-        q, k = (call.rows(x[0], norm).transpose(0, 1)[None] for x, norm in waiting)
+        q, k = (call.rows(x.squeeze(0), norm).transpose(0, 1)[None] for x, norm in waiting)
     return stock(q, k, cos, sin, *args, **kwargs)
 
 

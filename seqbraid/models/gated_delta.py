@@ -61,7 +61,7 @@ def _forward(
         )
     project = _projection(module)
     assert project is not None
-    mixed_qkv, z, b, a = project(module, hidden_states[0])
+    mixed_qkv, z, b, a = project(module, hidden_states.squeeze(0))
     sizes = gated_delta_sizes(module)  # of the weights at hand
     layer = GatedDeltaLayer(
         conv_weight_CW=module.conv1d.weight.squeeze(1),

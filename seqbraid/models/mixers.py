@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.pytorch_utils import Conv1D
 
@@ -121,7 +121,9 @@ def _projection(mixer: Any, names: tuple[str, ...]) -> Any:
     found = (getattr(mixer, name, None) for name in names)
     module = next((m for m in found if isinstance(m, nn.Module)), None)
     inner = getattr(module, "linear", None)  # some families have a module around it
-    return inner if isinstance(inner, nn.Linear) else module
+    module = inner if isinstance(inner, nn.Linear) else module
+    weight = getattr(module, "weight", None)
+    return module if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
 def _widths(module: Any) -> tuple[int, int]:

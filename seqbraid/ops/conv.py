@@ -160,7 +160,8 @@ def _by_fla(
         cu_seqlens=on_device,
         cu_seqlens_cpu=on_host,
     )
-    return F.pad(y_TC[0], (0, 0, cu[0], len(x_TC) - cu[-1]))
+    y_TC, before, after = y_TC.squeeze(0), cu[0], len(x_TC) - cu[-1]
+    return F.pad(y_TC, (0, 0, before, after)) if before + after else y_TC
 
 
 class _Windows(torch.autograd.Function):

@@ -35,6 +35,8 @@ class Line:
     how: Literal["count", "model"]
     """Counted from shapes that are known, or a model of what frameworks keep."""
     note: str = ""
+    phase: Literal["whole step", "loss", "backward"] = "whole step"
+    """When it is held: what the loss takes is gone when the backward of a layer begins."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,11 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
-        return sum(line.bytes for line in self.lines)
+        """Bytes on the device, at the height of the loss or of the backward."""
+        of = {"whole step": 0, "loss": 0, "backward": 0}
+        for line in self.lines:
+            of[line.phase] += line.bytes
+        return of["whole step"] + max(of["loss"], of["backward"])
 
     def __getitem__(self, name: str) -> int:
         return next(line.bytes for line in self.lines if line.name == name)
@@ -67,6 +72,7 @@ class Estimate:
         for line in self.lines:
             table.add_row(line.name, f"{line.bytes / 2**30:.2f}", line.how, line.note)
         table.add_section()
+        table.caption = "not at once: loss and logits, and a layer's backward"
         table.add_row(
             "all", f"{self.total / 2**30:.2f}", "", "media towers' activations and fragmentation come on top"
         )
@@ -196,7 +202,13 @@ def _activation_lines(
     note += ", in host memory" if memory.offload else ""
     lines = [
         Line("activations", on_device, "model", f"{tokens:,} tokens: {note}"),
-        Line("a layer's backward", working, "model", "computed again; gradients" if again else "gradients"),
+        Line(
+            "a layer's backward",
+            working,
+            "model",
+            "computed again; gradients" if again else "gradients",
+            "backward",
+        ),
     ]
     return lines, sum(kept) if memory.offload else 0
 
@@ -212,6 +224,6 @@ def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int) -
     chunk = min(tokens, memory.loss_chunk or default_chunk(vocabulary, hidden))
     gradients = tokens * hidden * e + (vocabulary * hidden * FLOAT32 if weight.requires_grad else 0)
     return [
-        Line("loss", gradients, "count", "gradients of the head, in float32, and of hidden states"),
-        Line("logits", chunk * vocabulary * e, "count", f"{chunk:,} tokens × {vocabulary:,}"),
+        Line("loss", gradients, "count", "gradients of the head, in float32, and of hidden states", "loss"),
+        Line("logits", chunk * vocabulary * e, "count", f"{chunk:,} tokens × {vocabulary:,}", "loss"),
     ]
