@@ -26,7 +26,7 @@ OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryUse:
     """One use of memory."""
 
     name: str
@@ -40,7 +40,7 @@ class Line:
 class Estimate:
     """What one device holds at the height of a step, and what it puts into its host's memory."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryUse, ...]
     host_bytes: int = 0
     num_parameters: int = 0
 
@@ -109,7 +109,7 @@ def memory_estimate(
     return Estimate(tuple(lines), host, sum(p.numel() for p in parts.model.parameters()))
 
 
-def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer: str) -> list[Line]:
+def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer: str) -> list[MemoryUse]:
     """What stays from step to step, one shard of it."""
     shards = mesh.dp_shard * mesh.sequence_size
     # FSDP cuts parameters by rows, and the first ranks hold what does not divide.
@@ -122,10 +122,10 @@ def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer:
     of = f"1/{shards} of each" if shards > 1 else ""
     states = trained * (FLOAT32 * OPTIMIZER_STATES[optimizer] + master)
     return [
-        Line("parameters", held * width, "count", of),
+        MemoryUse("parameters", held * width, "count", of),
         # Sums of accumulated micro-batches are in float32 whatever the parameters are.
-        Line("gradients", trained * FLOAT32, "count", of),
-        Line(
+        MemoryUse("gradients", trained * FLOAT32, "count", of),
+        MemoryUse(
             "optimizer", states, "count", f"{optimizer}, with float32 master weights" if master else optimizer
         ),
     ]
@@ -136,7 +136,7 @@ def _shard(shape: Any, shards: int) -> int:
     return int(ceil(rows / shards) * prod(shape[1:]))
 
 
-def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list[Line]:
+def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list[MemoryUse]:
     """Whole parameters and gradients of the units that FSDP has at work."""
     if mesh.dp_shard * mesh.sequence_size * mesh.dp_replicate == 1 and precision != "mixed":
         return []  # nothing is sharded or cast
@@ -149,15 +149,17 @@ def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list
     # Gradients are summed in float32, from the copy that the backward made.
     reduced = max(trained) * (width + (0 if width == FLOAT32 else FLOAT32))
     return [
-        Line("gathered layers", pair * width, "count", "the one at work and the next"),
-        Line("gathered rest", rest * width, "count", "embeddings, head and towers, kept through the step"),
-        Line("gradients in flight", reduced + rest_trained * width, "model", "of a layer and of the rest"),
+        MemoryUse("gathered layers", pair * width, "count", "the one at work and the next"),
+        MemoryUse("gathered rest", rest * width, "count", "embeddings, head and towers, through the step"),
+        MemoryUse(
+            "gradients in flight", reduced + rest_trained * width, "model", "of a layer and of the rest"
+        ),
     ]
 
 
 def _activation_lines(
     parts: ModelParts, memory: MemoryOptions, e: int, tokens: int
-) -> tuple[list[Line], int]:
+) -> tuple[list[MemoryUse], int]:
     """What is kept for the backward, and what the backward of one layer takes; bytes in host memory."""
     tiled, again = memory.mlp_tile is not None, memory.checkpointing != "none"
     layers = [layer_activations(parts, layer, e) for layer in parts.layers]
@@ -186,8 +188,10 @@ def _activation_lines(
     note += f", MLPs in tiles of {memory.mlp_tile:,}" if tiled else ""
     note += ", in host memory" if memory.offload else ""
     lines = [
-        Line("activations", on_device, "model", f"{tokens:,} tokens: {note}"),
-        Line("a layer's backward", working, "model", "computed again; gradients" if again else "gradients"),
+        MemoryUse("activations", on_device, "model", f"{tokens:,} tokens: {note}"),
+        MemoryUse(
+            "a layer's backward", working, "model", "computed again; gradients" if again else "gradients"
+        ),
     ]
     return lines, sum(kept) if memory.offload else 0
 
@@ -196,13 +200,13 @@ def _tiled_parameters(layer: LayerParts) -> int:
     return sum(p.numel() for module in layer.dense for p in module.parameters())
 
 
-def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int) -> list[Line]:
+def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int) -> list[MemoryUse]:
     """The gradients of head and hidden states are made in the forward, chunk by chunk."""
     weight: Any = parts.head.weight
     vocabulary, hidden = (int(size) for size in weight.shape)
     chunk = min(tokens, memory.loss_chunk or default_chunk(vocabulary, hidden))
     gradients = tokens * hidden * e + (vocabulary * hidden * FLOAT32 if weight.requires_grad else 0)
     return [
-        Line("loss", gradients, "count", "gradients of the head, in float32, and of hidden states"),
-        Line("logits", chunk * vocabulary * e, "count", f"{chunk:,} tokens × {vocabulary:,}"),
+        MemoryUse("loss", gradients, "count", "gradients of the head, in float32, and of hidden states"),
+        MemoryUse("logits", chunk * vocabulary * e, "count", f"{chunk:,} tokens × {vocabulary:,}"),
     ]

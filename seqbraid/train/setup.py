@@ -37,7 +37,7 @@ MEDIA_OPTIONS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixe
 
 
 @dataclass(frozen=True)
-class Encoding:
+class EncoderFactory:
     """How a worker makes its encoder: from names, so that it can be sent to another process."""
 
     model: str
@@ -84,7 +84,7 @@ def make_device() -> torch.device:
     return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def load_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:
+def make_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:
     """The stock model with what is trained of it decided: adapters, or all but the frozen parts.
 
     Without `weights` a checkpoint's are not read, and its parameters are on the meta device.
@@ -128,8 +128,8 @@ def load_model_processor(name: str) -> Any:
 def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel:
     """The model on the mesh, as the configuration wants it; the first rank alone reads the weights."""
     with raised_by_all(mesh.cpu_group):
-        source = load_model(config) if mesh.rank == 0 else None
-        shell = source.to(device) if mesh.world_size == 1 else load_model(config, weights=False)
+        source = make_model(config) if mesh.rank == 0 else None
+        shell = source.to(device) if mesh.world_size == 1 else make_model(config, weights=False)
     model = parallelize(
         shell,
         mesh,
@@ -200,7 +200,7 @@ def _loader(
     data = config.data
     return Loader(
         open_data(paths, mesh),
-        Encoding(config.model, data, model_config),
+        EncoderFactory(config.model, data, model_config),
         mesh,
         row_tokens=data.row_tokens,
         seed=config.seed,
