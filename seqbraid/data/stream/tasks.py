@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...layout.labels import num_targets
-from ...layout.streaming import truncate_sample
 from .plan import BAD, Draw, Measured
 from .texts import compact
 
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from ..records.source import Source
 
 LONGEST = 2**31 - 1
+CAN_BE_CUT = ("input_ids", "labels", "attention_mask")
 
 
 class Encoder(Protocol):
@@ -186,7 +186,13 @@ def text_sample(text_2T: Tensor, length: int, row_tokens: int) -> dict[str, Any]
 
 
 def _cut(sample: dict[str, Any], row_tokens: int) -> dict[str, Any] | Refused:
-    sample = truncate_sample(sample, row_tokens)
+    for key in sample:
+        if key not in CAN_BE_CUT:
+            raise ValueError(
+                f"cannot truncate a sample with the key {key!r}, only {', '.join(CAN_BE_CUT)}: a cut could "
+                "take placeholders and leave their media; use over_long='drop'"
+            )
+    sample = {key: value[:row_tokens] for key, value in sample.items()}
     if not num_targets(sample.get("labels", sample["input_ids"])):
         return Refused(f"no label is among its first {row_tokens} tokens", cut_short=True)
     return sample
