@@ -22,7 +22,9 @@ import numpy as np
 import torch
 
 from seqbraid import Mesh, parallelize
-from seqbraid.data.stream.loader import Loader
+from seqbraid.data.stream.loader import Loader, Reading
+from seqbraid.data.stream.plan import RowOptions
+from seqbraid.data.stream.workers import WorkerOptions
 from seqbraid.models.step import Step, agree_on
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.batches import StepMaker
@@ -67,14 +69,11 @@ def times(args: argparse.Namespace, ahead: bool) -> tuple[list[float], list[floa
     model = parallelize(tiny_model("qwen3_5"), Mesh())
     make = StepMaker(model.model.config, far, "balanced")
     loader = Loader(
-        RandomLengths(100_000, args.tokens),  # type: ignore[arg-type]
-        RandomIds,
+        Reading(RandomLengths(100_000, args.tokens), RandomIds),  # type: ignore[arg-type]
         Mesh(),
-        row_tokens=args.tokens,
-        rows_per_step=args.micro_batches,
-        epochs=1,
-        workers=args.workers,
-        prepare=make if ahead else None,
+        RowOptions(args.tokens, args.micro_batches, epochs=1),
+        WorkerOptions(args.workers),
+        make if ahead else None,
     )
     waits, agreements, moves = [], [], []
     # The ranks of a ring would agree on this step; here the mesh is one process, and only its checks differ.

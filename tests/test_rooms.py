@@ -17,13 +17,13 @@ BELOW = MODEL | DATA | {"models/tiny", "data/tiny", "plan", "distributed", "prin
 
 ALLOWED: dict[str, set[str]] = {
     "layout": set(),
-    "ops": set(),
+    "ops": {"layout"},
     "comm": set(),
     "printable": set(),
     "mesh": {"comm"},
     "sequence_parallel": STEP,
     "models": STEP | {"sequence_parallel"},
-    "models/tiny": {"models"},
+    "models/tiny": {"models", "layout"},
     "data/records": set(),
     "data/chat": {"data/records"},
     "data/media": {"data/records", "data/chat", "models"},

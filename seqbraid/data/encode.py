@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..layout.labels import IGNORE
 from ..models.families import family_of
 from ..models.media import media_cost
 from ..models.media_tokens import Ints, audio_tokens, media_config, num_media_tokens
@@ -20,8 +21,6 @@ from .media.frames import Grid
 from .media.items import ClipItem, MediaItems, MediaOptions, MediaReader, VideoItem
 from .media.placeholders import Expanded, Placeholder, Placeholders
 from .records.conversation import Conversation, check_ignored, parse_conversation
-
-IGNORE = -100
 
 
 class _Text(NamedTuple):

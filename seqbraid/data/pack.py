@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
+from ..layout.labels import IGNORE, targets_of
 from ..mesh import Mesh
 from ..models.batch import BadBatch, PackedBatch, Row
 from ..models.families import MediaFamily, family_of
@@ -20,8 +21,6 @@ from ..models.media_tokens import TEXT, token_types
 from ..models.needs import prepare_plans
 from ..models.positions import check_keys, sample_positions, text_positions
 from ..sequence_parallel.plans import RowPlans
-
-IGNORE = -100
 
 
 def pack(
@@ -116,7 +115,7 @@ def build_row(
         sample_ids, labels = _checked_sample(sample, number, config, family)
         ids.append(sample_ids)
         # Shifted here, where the sample's end is known, so that no rank ever needs its neighbour's label.
-        targets.append(torch.cat([labels[1:], labels.new_tensor([IGNORE])]))
+        targets.append(targets_of(labels))
         if family is None:
             positions.append(text_positions(len(sample_ids)))
         else:

@@ -151,8 +151,7 @@ def _checked_lengths(lengths: ArrayLike, row_tokens: int) -> IntArray:
         sample = int(np.argmax(array > row_tokens))
         raise ValueError(
             f"sample {sample} has length {array[sample]} but a row holds {row_tokens} tokens; use "
-            f"row_tokens >= {array.max()}, or drop or truncate over-long samples first, as StreamingPacker "
-            "does with over_long='drop' or 'truncate'"
+            f"row_tokens >= {array.max()}, or drop or truncate over-long samples first"
         )
     return array.astype(np.int64)
 

@@ -1,44 +1,20 @@
 """Packing of a stream of samples into rows, with a bounded buffer and a state to resume from."""
 
 import copy
-import logging
 import operator
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_args, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 
-logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
-OverLong = Literal["error", "truncate", "drop"]
-
-MAX_LISTED = 1000  # over-long samples beyond it are only counted: neither log nor state grows with the stream
-TEXT_KEYS = ("input_ids", "labels", "attention_mask")
 
 FULL = 0.99  # rows that are filled less may wait for the samples to come,
 HELD_BACK = 1 / 8  # but one, or so many of the rows planned at a time,
 TIMES_HELD_BACK = 16  # and no sample more than so many times
-
-
-@dataclass(frozen=True)
-class PackingReport:
-    """What a packer has drawn from its source and what of it is not in the rows."""
-
-    drawn: int = 0
-    """Samples taken from the source, dropped ones included."""
-    dropped: int = 0
-    """Over-long samples left out."""
-    truncated: int = 0
-    """Over-long samples cut."""
-    tokens_lost: int = 0
-    """Tokens of dropped samples and of cut ends."""
-    over_long: tuple[tuple[int, int], ...] = ()
-    """(index in the source, length) of dropped or truncated samples, the first MAX_LISTED of them."""
 
 
 @runtime_checkable
@@ -57,19 +33,6 @@ class _Buffered(NamedTuple, Generic[T]):
     times_held_back: int = 0
 
 
-def truncate_sample(sample: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """The first `limit` tokens of a text sample; media are refused: a cut could take their placeholders."""
-    if not isinstance(sample, Mapping):
-        raise ValueError(f"truncate_sample cuts dicts, not {type(sample).__name__}; give your own truncate")
-    for key in sample:
-        if key not in TEXT_KEYS:
-            raise ValueError(
-                f"cannot truncate a sample with the key {key!r}, only {', '.join(TEXT_KEYS)}: a cut could "
-                "take placeholders and leave their media; use over_long='drop' or a truncate of your own"
-            )
-    return {key: value[:limit] for key, value in sample.items()}
-
-
 class StreamingPacker(Generic[T]):
     """Packs one pass over a source into rows of up to `row_tokens` tokens, `buffer_size` samples at hand.
 
@@ -85,9 +48,8 @@ class StreamingPacker(Generic[T]):
     Samples of equal length are drawn, and rows and the order in a row are shuffled, by a generator seeded
     with `seed`.
 
-    `length(item)` is the expanded length. A sample longer than a row raises (`over_long="error"`), goes
-    through `truncate(item, row_tokens)` (`"truncate"`; `truncate_sample` unless given) or is left out
-    (`"drop"`); `report` counts the latter two.
+    `length(item)` is the expanded length; a sample longer than a row is refused, so cut it or leave it out
+    first. `num_drawn` counts the samples taken from the source.
 
     >>> packer = StreamingPacker(row_tokens=8, length=len, buffer_size=4)
     >>> sorted(sorted(map(len, row)) for row in packer.pack(["a" * n for n in (6, 3, 5, 2)]))
@@ -99,26 +61,20 @@ class StreamingPacker(Generic[T]):
         row_tokens: int,
         length: Callable[[T], int],
         buffer_size: int = 1024,
-        over_long: OverLong = "error",
         seed: int = 0,
-        truncate: Callable[[T, int], T] | None = None,
         epoch: Callable[[T], int] | None = None,
     ) -> None:
         if row_tokens < 1:
             raise ValueError(f"row_tokens={row_tokens} holds no sample; it must be at least 1")
         if buffer_size < 1:
             raise ValueError(f"buffer_size={buffer_size} holds no sample; it must be at least 1")
-        if over_long not in get_args(OverLong):
-            raise ValueError(f"over_long={over_long!r} must be one of {get_args(OverLong)}")
         self.row_tokens = row_tokens
         self.buffer_size = buffer_size
-        self.over_long = over_long
         self.seed = seed
         self._length = length
-        self._truncate = truncate or cast(Callable[[T, int], T], truncate_sample)
         self._epoch = epoch or (lambda item: 0)
         self._rng = np.random.default_rng(seed)
-        self.report = PackingReport()
+        self.num_drawn = 0
 
         self._waiting: list[_Buffered[T]] = []  # for the next plan, oldest first
         self._planned: deque[list[_Buffered[T]]] = deque()  # rows, in the order in which they go out
@@ -139,11 +95,11 @@ class StreamingPacker(Generic[T]):
             source.load_state_dict(self._source_state)
             return self._rows(iter(source))
         samples = iter(source)
-        skipped = sum(1 for _ in islice(samples, self.report.drawn))
-        if skipped < self.report.drawn:
+        skipped = sum(1 for _ in islice(samples, self.num_drawn))
+        if skipped < self.num_drawn:
             raise ValueError(
                 f"the source ends after {skipped} samples but the state was taken after "
-                f"{self.report.drawn}; resume with the same source, from its beginning"
+                f"{self.num_drawn}; resume with the same source, from its beginning"
             )
         return self._rows(samples)
 
@@ -167,11 +123,9 @@ class StreamingPacker(Generic[T]):
             except StopIteration:
                 self._exhausted = True
                 return
-            sample = self._fitted(self.report.drawn, item)
-            self.report = replace(self.report, drawn=self.report.drawn + 1)
-            if sample is not None:
-                self._waiting.append(sample)
-                space -= 1
+            self._waiting.append(self._fitted(self.num_drawn, item))
+            self.num_drawn += 1
+            space -= 1
 
     def _first_epoch(self) -> list[_Buffered[T]]:
         """The waiting samples of the oldest one's epoch: but for the latest, all that wait."""
@@ -180,49 +134,16 @@ class StreamingPacker(Generic[T]):
             return waiting[:-1]
         return waiting
 
-    def _fitted(self, index: int, item: T) -> _Buffered[T] | None:
-        """The sample as it goes into a row, cut where need be; None if it is dropped."""
-        length = self._checked_length(index, item)
-        if length <= self.row_tokens:
-            return _Buffered(index, length, item)
-        if self.over_long == "error":
-            raise ValueError(
-                f"sample {index} has {length} tokens but a row holds {self.row_tokens}; use "
-                f"over_long='truncate' or 'drop', or row_tokens >= {length}"
-            )
-        if self.over_long == "drop":
-            self._note_loss(index, length, 0)
-            return None
-        item = self._truncate(item, self.row_tokens)
-        kept = self._checked_length(index, item)
-        if kept > self.row_tokens:
-            raise ValueError(
-                f"truncate left {kept} tokens of sample {index} but a row holds {self.row_tokens}"
-            )
-        self._note_loss(index, length, kept)
-        return _Buffered(index, kept, item)
-
-    def _checked_length(self, index: int, item: T) -> int:
+    def _fitted(self, index: int, item: T) -> _Buffered[T]:
         length = operator.index(self._length(item))
         if length < 1:
             raise ValueError(f"sample {index} has length {length}; every sample has at least 1 token")
-        return length
-
-    def _note_loss(self, index: int, length: int, kept: int) -> None:
-        report = self.report
-        listed = len(report.over_long) < MAX_LISTED
-        self.report = replace(
-            report,
-            dropped=report.dropped + (kept == 0),
-            truncated=report.truncated + (kept > 0),
-            tokens_lost=report.tokens_lost + length - kept,
-            over_long=(*report.over_long, (index, length)) if listed else report.over_long,
-        )
-        if listed:
-            what = f"cut its tokens from {kept} on" if kept else "dropped it"
-            logger.warning(
-                "sample %d has %d tokens, a row holds %d: %s", index, length, self.row_tokens, what
+        if length > self.row_tokens:
+            raise ValueError(
+                f"sample {index} has {length} tokens but a row holds {self.row_tokens}; cut it or leave it "
+                f"out, or use row_tokens >= {length}"
             )
+        return _Buffered(index, length, item)
 
     def _next_row(self) -> list[T]:
         if not self._planned and self._waiting:
@@ -265,7 +186,7 @@ class StreamingPacker(Generic[T]):
         return [sample.item for row in rows for sample in row]
 
     def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("row_tokens", "buffer_size", "over_long", "seed")}
+        return {name: getattr(self, name) for name in ("row_tokens", "buffer_size", "seed")}
 
     def state_dict(self) -> dict[str, Any]:
         """What a new packer needs to go on after the last row yielded; JSON-able but for items and source."""
@@ -277,7 +198,7 @@ class StreamingPacker(Generic[T]):
             source_state = copy.deepcopy(cast(Stateful, self._source).state_dict()) if resumable else None
         return {
             "settings": self._settings(),
-            "report": asdict(self.report),
+            "drawn": self.num_drawn,
             "waiting": [sample._asdict() for sample in self._waiting],
             "planned": [[sample._asdict() for sample in row] for row in self._planned],
             "rng": self._rng.bit_generator.state,
@@ -287,11 +208,11 @@ class StreamingPacker(Generic[T]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; for a new packer with the same settings, before `pack`."""
-        if self._source is not None or self.report.drawn:
+        if self._source is not None or self.num_drawn:
             raise RuntimeError("this packer has begun already; load the state into a new StreamingPacker")
-        if "planned" not in state:
+        if "drawn" not in state:
             raise ValueError(
-                "the state is of a version of seqbraid that drew samples in another order; start anew"
+                "the state is of a version of seqbraid that kept other things of a packer; start anew"
             )
         for name, value in self._settings().items():
             saved = state["settings"][name]
@@ -299,8 +220,7 @@ class StreamingPacker(Generic[T]):
                 raise ValueError(
                     f"the state was saved with {name}={saved!r} but this packer has {name}={value!r}"
                 )
-        over_long = tuple((index, length) for index, length in state["report"]["over_long"])
-        self.report = PackingReport(**{**state["report"], "over_long": over_long})
+        self.num_drawn = state["drawn"]
         self._waiting = [_Buffered(**sample) for sample in state["waiting"]]
         self._planned = deque([_Buffered(**sample) for sample in row] for row in state["planned"])
         self._rng.bit_generator.state = state["rng"]

@@ -16,7 +16,7 @@ from ..mesh import Mesh
 from ..sequence_parallel.context import StepContext
 from ..sequence_parallel.gated_delta_bytes import CHOICES
 from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
-from ..sequence_parallel.ulysses import HeadPlan
+from ..sequence_parallel.ulysses import SoftmaxHeads
 from . import attention
 from .batch import PackedBatch
 from .dropout import active_dropout, braid_dropout
@@ -79,7 +79,7 @@ class Adapter:
         for layer in self.parts.layers:
             if layer.mixer is not None and layer.kind != "gated_delta":
                 heads = self.parts.heads(layer)
-                HeadPlan(heads.num_queries, heads.num_keys, mesh.ulysses)
+                SoftmaxHeads(heads.num_queries, heads.num_keys, mesh.ulysses)
         if gated_delta not in CHOICES:
             choices = ", ".join(repr(choice) for choice in CHOICES)
             raise ValueError(f"gated_delta={gated_delta!r} is unknown; use one of {choices}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
+from ..layout.labels import IGNORE
 from ..sequence_parallel.plans import RowPlans
 from .media import MediaBatch, MediaInput
 
@@ -104,9 +105,9 @@ class Row:
         return PackedBatch(
             plans,
             layout.shard(self.input_ids, rank, fill=self.filler),
-            layout.shard(self.targets, rank, fill=-100),
+            layout.shard(self.targets, rank, fill=IGNORE),
             layout.shard(self.positions, rank, dim=1, fill=0),
-            int((self.targets != -100).sum()),
+            int((self.targets != IGNORE).sum()),
             self._fingerprint(layout),
             layout.shard(self._keys(), rank),
             None if self.media is None else MediaBatch.of(layout, self.media, rank),

@@ -12,8 +12,8 @@ from ..sequence_parallel.context import StepContext
 from ..sequence_parallel.media import spread_features
 from .adapter import Adapter
 from .batch import PackedBatch
-from .encoders import Encoders
 from .parts import check_family
+from .towers import Towers
 
 
 class MediaAdapter(Adapter):
@@ -21,7 +21,7 @@ class MediaAdapter(Adapter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.encoders = Encoders(self.parts)
+        self.towers = Towers(self.parts)
 
     def _set_attention(self, name: str) -> None:
         """The towers keep theirs: inside an image or a clip nothing is packed."""
@@ -36,12 +36,12 @@ class MediaAdapter(Adapter):
             )
         embeds_TD: Tensor = self.parts.embedding(batch.input_ids)
         plan, width = batch.media.plan, embeds_TD.shape[1]
-        features = self.encoders.features(batch.media.own, embeds_TD).to(embeds_TD.dtype)
+        features = self.towers.features(batch.media.own, embeds_TD).to(embeds_TD.dtype)
         # In the order of local slots; a rank without items or media tokens takes part all the same.
         arrived = spread_features(features, plan, context.sequence)
         embeds_TD = embeds_TD.index_copy(0, plan.local_rows, arrived[:, :width])
         inputs: dict[str, Any] = {"inputs_embeds": embeds_TD[None]}
-        if self.encoders.num_levels:
+        if self.towers.num_levels:
             is_media = torch.zeros(len(embeds_TD), dtype=torch.bool, device=embeds_TD.device)
             inputs["visual_pos_masks"] = is_media.index_fill(0, plan.local_rows, True)[None]
             inputs["deepstack_visual_embeds"] = list(arrived[:, width:].split(width, dim=1))

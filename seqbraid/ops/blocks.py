@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layout.placement import ROUND
 from .attention_kernels import (
     DenseShape,
     VarlenShape,
@@ -30,11 +31,6 @@ from .attention_kernels import (
 from .flash_impl import TORCH, FlashImpl, flash_impl
 from .kernels import DEFAULT, Kernels
 from .merge import Rows
-
-ROUND = 512
-"""On a GPU, the keys of dense blocks that are not causal come in multiples of this, which is what `balanced`
-cuts long sequences at: cuDNN prepares every new shape for about 130 ms (`benchmarks/ring_blocks.py`), and
-round shapes recur."""
 
 
 def rounded(rows: int) -> int:

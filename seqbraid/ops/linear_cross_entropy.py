@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layout.labels import IGNORE
 from .cross_entropy import cross_entropy_rows
 from .kernels import DEFAULT, Kernels
-
-IGNORE = -100
-"""The target of a token that has none."""
 
 CHUNK_BYTES = 64 << 20
 """What the logits of one chunk may take in any case, in float32."""

@@ -27,7 +27,7 @@ OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryUse:
     """One use of memory."""
 
     name: str
@@ -43,7 +43,7 @@ class Line:
 class Estimate:
     """What one device holds at the height of a step, and what it puts into its host's memory."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[MemoryUse, ...]
     host_bytes: int = 0
     num_parameters: int = 0
 
@@ -120,7 +120,7 @@ def memory_estimate(
     return Estimate(tuple(lines), host, sum(p.numel() for p in parts.model.parameters()))
 
 
-def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer: str) -> list[Line]:
+def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer: str) -> list[MemoryUse]:
     """What stays from step to step, one shard of it."""
     shards = mesh.dp_shard * mesh.sequence_size
     # FSDP cuts parameters by rows, and the first ranks hold what does not divide.
@@ -133,10 +133,10 @@ def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer:
     of = f"1/{shards} of each" if shards > 1 else ""
     states = trained * (FLOAT32 * OPTIMIZER_STATES[optimizer] + master)
     return [
-        Line("parameters", held * width, "count", of),
+        MemoryUse("parameters", held * width, "count", of),
         # Sums of accumulated micro-batches are in float32 whatever the parameters are.
-        Line("gradients", trained * FLOAT32, "count", of),
-        Line(
+        MemoryUse("gradients", trained * FLOAT32, "count", of),
+        MemoryUse(
             "optimizer", states, "count", f"{optimizer}, with float32 master weights" if master else optimizer
         ),
     ]
@@ -147,7 +147,7 @@ def _shard(shape: Any, shards: int) -> int:
     return int(ceil(rows / shards) * prod(shape[1:]))
 
 
-def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list[Line]:
+def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list[MemoryUse]:
     """Whole parameters and gradients of the units that FSDP has at work."""
     if mesh.dp_shard * mesh.sequence_size * mesh.dp_replicate == 1 and precision != "mixed":
         return []  # nothing is sharded or cast
@@ -164,15 +164,17 @@ def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list
     rest = sum(p.numel() for p in units.rest)
     rest_trained = sum(p.numel() for p in units.rest if p.requires_grad)
     return [
-        Line("gathered units", pair * width, "count", "the one at work and the next"),
-        Line("gathered rest", rest * width, "count", "what belongs to no unit, kept through the step"),
-        Line("gradients in flight", reduced + rest_trained * width, "model", "of a unit and of the rest"),
+        MemoryUse("gathered units", pair * width, "count", "the one at work and the next"),
+        MemoryUse("gathered rest", rest * width, "count", "what belongs to no unit, kept through the step"),
+        MemoryUse(
+            "gradients in flight", reduced + rest_trained * width, "model", "of a unit and of the rest"
+        ),
     ]
 
 
 def _activation_lines(
     parts: ModelParts, memory: MemoryOptions, e: int, tokens: int, fused: bool
-) -> tuple[list[Line], int]:
+) -> tuple[list[MemoryUse], int]:
     """What is kept for the backward, and what the backward of one layer takes; bytes in host memory."""
     tiled, again = memory.mlp_tile is not None, memory.checkpointing != "none"
     layers = [layer_activations(parts, layer, e, fused) for layer in parts.layers]
@@ -201,8 +203,8 @@ def _activation_lines(
     note += f", MLPs in tiles of {memory.mlp_tile:,}" if tiled else ""
     note += ", in host memory" if memory.offload else ""
     lines = [
-        Line("activations", on_device, "model", f"{tokens:,} tokens: {note}"),
-        Line(
+        MemoryUse("activations", on_device, "model", f"{tokens:,} tokens: {note}"),
+        MemoryUse(
             "a layer's backward",
             working,
             "model",
@@ -217,13 +219,15 @@ def _tiled_parameters(layer: LayerParts) -> int:
     return sum(p.numel() for module in layer.dense for p in module.parameters())
 
 
-def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int) -> list[Line]:
+def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int) -> list[MemoryUse]:
     """The gradients of head and hidden states are made in the forward, chunk by chunk."""
     weight: Any = parts.head.weight
     vocabulary, hidden = (int(size) for size in weight.shape)
     chunk = min(tokens, memory.loss_chunk or default_chunk(vocabulary, hidden))
     gradients = tokens * hidden * e + (vocabulary * hidden * FLOAT32 if weight.requires_grad else 0)
     return [
-        Line("loss", gradients, "count", "gradients of the head, in float32, and of hidden states", "loss"),
-        Line("logits", chunk * vocabulary * e, "count", f"{chunk:,} tokens × {vocabulary:,}", "loss"),
+        MemoryUse(
+            "loss", gradients, "count", "gradients of the head, in float32, and of hidden states", "loss"
+        ),
+        MemoryUse("logits", chunk * vocabulary * e, "count", f"{chunk:,} tokens × {vocabulary:,}", "loss"),
     ]

@@ -68,7 +68,7 @@ class GatedDeltaHeads:
 
 
 @dataclass(frozen=True)
-class HeadsPlan:
+class HeadExchangePlan:
     """Which rows of a rank change hands, and how those that arrive make whole sequences.
 
     From the layout alone, so one serves all layers of a step.
@@ -90,7 +90,7 @@ class HeadsPlan:
     """Boundaries of those sequences laid end to end."""
 
     @staticmethod
-    def of(layout: SequenceLayout, rank: int, device: torch.device | str = "cpu") -> HeadsPlan:
+    def of(layout: SequenceLayout, rank: int, device: torch.device | str = "cpu") -> HeadExchangePlan:
         """The plan of one rank."""
         lengths = torch.tensor(layout.lengths)
         is_open = torch.tensor([layout.is_split(i) for i in range(len(lengths))])
@@ -107,7 +107,7 @@ class HeadsPlan:
         home.sort(key=lambda s: (s.sequence, s.start))
         home_rows = [torch.arange(s.offset, s.offset + s.num_tokens) for s in home]
         home_lengths = [layout.lengths[i] for i in sorted({s.sequence for s in home})]
-        return HeadsPlan(
+        return HeadExchangePlan(
             slot_is_open_PT[rank].nonzero().flatten().to(device),
             tuple(slot_is_open_PT.sum(1).tolist()),
             sequence_order_N.to(device),
@@ -117,7 +117,7 @@ class HeadsPlan:
             tuple(accumulate(home_lengths, initial=0)),
         )
 
-    def to(self, device: torch.device) -> HeadsPlan:
+    def to(self, device: torch.device) -> HeadExchangePlan:
         """The plan with its indices on another device."""
         names = ("open_rows_n", "sequence_order_N", "arrival_order_N", "home_rows")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
@@ -133,7 +133,7 @@ def mixing_by_heads(
     b_TH: Tensor,
     a_TH: Tensor,
     layer: GatedDeltaLayer,
-    plan: HeadsPlan,
+    plan: HeadExchangePlan,
     group: Group,
     kernels: Kernels = DEFAULT,
 ) -> Tensor:
@@ -164,7 +164,7 @@ def _select(rows: Tensor, mixed_TC: Tensor, b_TH: Tensor, a_TH: Tensor) -> tuple
 
 
 def _heads_for_tokens(
-    mixed_nC: Tensor, b_nH: Tensor, a_nH: Tensor, layer: GatedDeltaLayer, plan: HeadsPlan, group: Group
+    mixed_nC: Tensor, b_nH: Tensor, a_nH: Tensor, layer: GatedDeltaLayer, plan: HeadExchangePlan, group: Group
 ) -> Tensor:
     """Our heads' channels of all open tokens, those of q, k, v, b and a side by side, in rank order."""
     parts = [*mixed_nC.split(layer.widths, dim=1), b_nH, a_nH]

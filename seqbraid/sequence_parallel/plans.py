@@ -17,9 +17,9 @@ from ..layout import SequenceLayout
 from ..ops.blocks import BlockPlan
 from .chain import ChainPlan
 from .gated_delta_bytes import HeadSizes, choose
-from .gated_delta_heads import HeadsPlan
+from .gated_delta_heads import HeadExchangePlan
 from .ring_plan import RingPlan
-from .ulysses import HeadPlan
+from .ulysses import SoftmaxHeads
 
 CPU = torch.device("cpu")
 
@@ -55,7 +55,7 @@ class RowPlans:
         default_factory=dict, compare=False, repr=False
     )
     _chains: dict[torch.device, ChainPlan] = field(default_factory=dict, compare=False, repr=False)
-    _heads: dict[torch.device, HeadsPlan] = field(default_factory=dict, compare=False, repr=False)
+    _heads: dict[torch.device, HeadExchangePlan] = field(default_factory=dict, compare=False, repr=False)
     _methods: dict[tuple[HeadSizes, int], str] = field(default_factory=dict, compare=False, repr=False)
     _slots: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
         default_factory=dict, compare=False, repr=False
@@ -72,7 +72,9 @@ class RowPlans:
             if ulysses == 1:
                 self.ring(window, True, True, num_heads / num_kv_heads)
                 continue
-            ratio = HeadPlan(num_heads, num_kv_heads, ulysses).query_heads_per_kv_head(self.rank % ulysses)
+            ratio = SoftmaxHeads(num_heads, num_kv_heads, ulysses).query_heads_per_kv_head(
+                self.rank % ulysses
+            )
             if sum(self.group_tokens):
                 self.ring(window, True, False, ratio)
             if self.layout.num_shared_tokens(self.rank) < self.layout.num_local_tokens:
@@ -125,10 +127,10 @@ class RowPlans:
             self._chains[device] = self._chains[CPU].to(device)
         return self._chains[device]
 
-    def heads(self, device: torch.device) -> HeadsPlan:
+    def heads(self, device: torch.device) -> HeadExchangePlan:
         """Which tokens of this rank are exchanged for heads in gated-delta layers, on a device."""
         if CPU not in self._heads:
-            self._heads[CPU] = HeadsPlan.of(self.layout, self.rank)
+            self._heads[CPU] = HeadExchangePlan.of(self.layout, self.rank)
         if device not in self._heads:
             self._heads[device] = self._heads[CPU].to(device)
         return self._heads[device]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .context import StepContext
 from .ring import ring_attention
-from .ulysses import HeadPlan, heads_for_tokens, tokens_for_heads
+from .ulysses import SoftmaxHeads, heads_for_tokens, tokens_for_heads
 
 
 def softmax_attention(
@@ -30,7 +30,7 @@ def softmax_attention(
     shared = context.layout.num_shared_tokens(context.rank)
     parts = []
     if sum(context.row.group_tokens):
-        heads = HeadPlan(q_THD.shape[1], k_TGD.shape[1], context.ulysses.size)
+        heads = SoftmaxHeads(q_THD.shape[1], k_TGD.shape[1], context.ulysses.size)
         q, k, v = heads_for_tokens(
             q_THD[:shared], k_TGD[:shared], v_TGD[:shared], context.row.group_tokens, heads, context.ulysses
         )

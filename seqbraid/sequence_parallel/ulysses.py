@@ -18,7 +18,7 @@ from ..comm.group import Group
 
 
 @dataclass(frozen=True)
-class HeadPlan:
+class SoftmaxHeads:
     """Which heads each rank of a Ulysses group computes: equal runs of query heads, and the KV heads they
     use.
 
@@ -69,7 +69,7 @@ class HeadPlan:
 
 
 def heads_for_tokens(
-    q_nHD: Tensor, k_nGD: Tensor, v_nGD: Tensor, tokens: Sequence[int], plan: HeadPlan, group: Group
+    q_nHD: Tensor, k_nGD: Tensor, v_nGD: Tensor, tokens: Sequence[int], plan: SoftmaxHeads, group: Group
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Give each rank its heads of our tokens; get our heads of all tokens, q, k and v in one exchange.
 
@@ -100,7 +100,7 @@ def heads_for_tokens(
     return (q, k, v) if used is None else (q, k[:, used], v[:, used])
 
 
-def _kv_for(x_nGD: Tensor, plan: HeadPlan, rank: int) -> Tensor:
+def _kv_for(x_nGD: Tensor, plan: SoftmaxHeads, rank: int) -> Tensor:
     """The KV heads that a rank's query heads use; their gradients from all ranks add up in the slices."""
     return x_nGD[:, plan.kv_heads(rank)]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ..data.pack import pack, plan_row
+from ..layout.labels import IGNORE
 from ..mesh import Mesh
 from ..models.batch import BadBatch, PackedBatch
 from ..models.step import Step
@@ -73,7 +74,7 @@ def nobody(config: Any) -> Mapping[str, Any]:
     token is zero, so it is another one.
     """
     text = config.get_text_config()
-    return {"input_ids": [1 if getattr(text, "pad_token_id", None) == 0 else 0], "labels": [-100]}
+    return {"input_ids": [1 if getattr(text, "pad_token_id", None) == 0 else 0], "labels": [IGNORE]}
 
 
 def _media(samples: Sequence[Mapping[str, Any]]) -> Media:

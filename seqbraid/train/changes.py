@@ -1,12 +1,14 @@
-"""What of its configuration a resumed run has otherwise than before, and what that does."""
+"""What of its configuration a resumed run has otherwise than before: what that does, or why it is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 from .config import keys
+from .weights import split_revision
 
 SILENT = ("model", "out", "resume", "checkpoint.", "log.", "timeouts.")
 SILENT += ("data.train", "data.workers", "data.prefetch_steps")
@@ -15,6 +17,23 @@ SILENT += ("data.train", "data.workers", "data.prefetch_steps")
 NO_GRADIENT = ("mesh.", "memory.", "gated_delta", "kernels.", "data.policy")
 SCHEDULE = ("train.lr", "train.schedule", "train.warmup", "train.final_lr")
 LENGTH = ("train.steps", "train.epochs")
+
+
+UNCHANGED = ("model", "precision", "lora", "freeze")
+"""What a resumed run must have as it was; the loader looks after the data, all else may change."""
+
+
+def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path) -> None:
+    """Refuse a configuration under which the run of a checkpoint cannot go on."""
+    model = now["model"]
+    if split_revision(before["model"])[1] is None:  # of a version that wrote no revision down
+        model = split_revision(model)[0]
+    for name in UNCHANGED:
+        was, has = before[name], model if name == "model" else now[name]
+        if was != has:
+            raise ValueError(
+                f"{checkpoint} was trained with {name}={was!r}, not {has!r}; set it back, or give another out"
+            )
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:

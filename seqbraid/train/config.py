@@ -10,6 +10,7 @@ from os.path import expanduser
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from ..data.stream.plan import OnBadSample, OverLong
 from ..ops.kernels import KernelOptions
 from ..plan.memory import MemoryOptions
 from .checkpoint.choose import check_resume
@@ -54,9 +55,9 @@ class DataConfig:
     """Fetch media named by http(s) URLs."""
     row_tokens: int = 8192
     """Tokens of a packed row, which one group of `ring × ulysses` ranks computes at a time."""
-    over_long: Literal["error", "truncate", "drop"] = "error"
+    over_long: OverLong = "error"
     """What to do with a sample that is longer than a row; only text can be truncated."""
-    on_bad_sample: Literal["error", "skip"] = "error"
+    on_bad_sample: OnBadSample = "error"
     """Stop at a line that cannot be used, or leave it out, count it and list it in `bad_samples.jsonl`."""
     shuffle: bool = True
     """Draw the samples of an epoch in random order."""

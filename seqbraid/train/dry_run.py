@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..distributed.api import check_model
 from ..layout import SequenceLayout
+from ..layout.labels import num_targets
 from ..layout.render import layout_table
 from ..mesh import AXES, Mesh, launched
 from ..models.media_adapter import make_adapter
@@ -23,7 +24,7 @@ from .config import MeshConfig, TrainConfig, as_dict
 from .log import check_sinks
 from .recompute import choose_here
 from .run_folder import check_out
-from .setup import TINY, load_model, make_device, make_loader
+from .setup import TINY, make_device, make_loader, make_model
 from .weights import checkpoint_folder, read_headers
 
 
@@ -36,7 +37,7 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
         return
     if not config.model.startswith(TINY):
         read_headers(checkpoint_folder(config.model))
-    model = load_model(config, weights=False)
+    model = make_model(config, weights=False)
     check_model(model, mesh)
     make_adapter(model).check_mesh(mesh, config.gated_delta)
     console = console or Console()
@@ -113,8 +114,8 @@ def _row_table(row: list[dict[str, Any]]) -> RenderableType:
         table.add_column(name, justify="right")
     for number, sample in enumerate(row):
         labels = sample.get("labels")
-        learnt = len(sample["input_ids"]) if labels is None else int((labels != -100).sum())
+        covered = num_targets(sample["input_ids"] if labels is None else labels)
         media = [sample.get(key) for key in ("image_grid_thw", "video_grid_thw", "feature_attention_mask")]
         counts = [str(0 if item is None else len(item)) for item in media]
-        table.add_row(str(number), str(len(sample["input_ids"])), str(learnt), *counts)
+        table.add_row(str(number), str(len(sample["input_ids"])), str(covered), *counts)
     return table

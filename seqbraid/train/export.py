@@ -29,7 +29,7 @@ from .checkpoint.names import extra_tensors, to_saved
 from .config import load_config
 from .folder import new_folder
 from .lora import merged
-from .setup import adapted_weights, load_model
+from .setup import adapted_weights, make_model
 from .weights import TensorFile, checkpoint_folder, empty_model, read_headers, saved_dtype, shapes
 
 SHARD_BYTES = 5 << 30
@@ -129,7 +129,7 @@ def export_checkpoint(
     path = _checkpoint_path(run_folder, checkpoint)
     run = load_config(run_folder / "config.yaml")
     if run.lora.rank:  # the checkpoint has the adapters alone
-        model = load_model(run)
+        model = make_model(run)
     else:
         dtype_of_run = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
         model = empty_model(run_folder / "model", dtype_of_run)

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ..comm.consensus import gather_objects
+from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from ..models.braided import BraidedModel
 from .optimizer import local
@@ -18,6 +20,20 @@ from .optimizer import local
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient of a step is infinite or not a number."""
+
+
+def refuse_not_finite(
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, step: int, lr: float
+) -> None:
+    """On every rank, before a checkpoint of what one rank holds would be written."""
+    found = first_not_finite(model, optimizer)
+    names = [name for name in gather_objects(mesh.cpu_group, found) if name]
+    if names:
+        raise NonFiniteError(
+            f"after step {step} {names[0]} is not finite, so that no checkpoint of it is written; a lower "
+            f"train.lr (now {lr}) or a longer train.warmup may help. Checkpoints of earlier steps are "
+            "untouched"
+        )
 
 
 def first_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

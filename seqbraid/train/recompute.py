@@ -18,7 +18,7 @@ from ..ops.triton_status import RowsNeed
 from ..plan.auto import Choice, choose_checkpointing
 from ..plan.memory import MemoryOptions
 from .config import TrainConfig
-from .setup import load_model
+from .setup import make_model
 
 
 def settle_checkpointing(
@@ -40,7 +40,7 @@ def settle_checkpointing(
         return replace(config.memory, checkpointing=kept), said
     limit = min(row[0] for row in agree(mesh.cpu_group, None, [device_bytes(device)]))
     with raised_by_all(mesh.cpu_group):
-        choice = choose_here(config, load_model(config, weights=False), mesh, device, limit)
+        choice = choose_here(config, make_model(config, weights=False), mesh, device, limit)
     return replace(config.memory, checkpointing=choice.checkpointing), str(choice)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from ..data.encode import SampleEncoder
 from ..data.media.files import MediaFiles
 from ..data.media.processor import load_processor
 from ..data.records.source import Source, open_source
-from ..data.stream.loader import Loader
+from ..data.stream.loader import Loader, Reading
+from ..data.stream.plan import RowOptions
+from ..data.stream.workers import WorkerOptions
 from ..data.tiny import tiny_training_model
 from ..distributed.api import parallelize
 from ..distributed.weights import spread_weights
+from ..layout.packing import CostModel
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..plan.flops import ModelFlops
@@ -37,7 +40,7 @@ MEDIA_OPTIONS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixe
 
 
 @dataclass(frozen=True)
-class Encoding:
+class EncoderFactory:
     """How a worker makes its encoder: from names, so that it can be sent to another process."""
 
     model: str
@@ -84,7 +87,7 @@ def make_device() -> torch.device:
     return torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
 
 
-def load_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:
+def make_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:
     """The stock model with what is trained of it decided: adapters, or all but the frozen parts.
 
     Without `weights` a checkpoint's are not read, and its parameters are on the meta device.
@@ -128,8 +131,8 @@ def load_model_processor(name: str) -> Any:
 def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel:
     """The model on the mesh, as the configuration wants it; the first rank alone reads the weights."""
     with raised_by_all(mesh.cpu_group):
-        source = load_model(config) if mesh.rank == 0 else None
-        shell = source.to(device) if mesh.world_size == 1 else load_model(config, weights=False)
+        source = make_model(config) if mesh.rank == 0 else None
+        shell = source.to(device) if mesh.world_size == 1 else make_model(config, weights=False)
     model = parallelize(
         shell,
         mesh,
@@ -160,56 +163,45 @@ def make_loader(
     flops: ModelFlops | None = None,
 ) -> Loader:
     """The stream of training steps; bad samples are listed in the run's folder."""
-    return _loader(
-        config,
-        model_config,
-        mesh,
-        config.data.train,
-        rows_per_step=config.train.batch_tokens // config.data.row_tokens,
-        epochs=config.train.epochs,
-        shuffle=config.data.shuffle,
-        bad_file=Path(config.out) / "bad_samples.jsonl" if lists_bad else None,
-        flops=flops,
-        cost=None if flops is None else flops.cost_model(),
-        where=where,
-    )
+    bad_file = Path(config.out) / "bad_samples.jsonl" if lists_bad else None
+    prepare = StepMaker(model_config, mesh, config.data.policy, flops)
+    return _loader(config, config.data.train, bad_file, row_options(config, flops), prepare, where)
 
 
 def make_eval_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Loader:
     """One pass over the held-out data, a row for each data rank at a time."""
-    return _loader(
-        config,
-        model_config,
-        mesh,
-        config.data.eval,
-        rows_per_step=mesh.data_world_size,
-        epochs=1,
-        shuffle=False,
-        bad_file=Path(config.out) / "bad_eval_samples.jsonl",
+    rows = replace(row_options(config), rows_per_step=mesh.data_world_size, epochs=1, shuffle=False)
+    bad_file = Path(config.out) / "bad_eval_samples.jsonl"
+    prepare = StepMaker(model_config, mesh, config.data.policy)
+    return _loader(config, config.data.eval, bad_file, rows, prepare)
+
+
+def row_options(config: TrainConfig, flops: ModelFlops | None = None) -> RowOptions:
+    """How the rows of training steps are made."""
+    data, step = config.data, config.train
+    return RowOptions(
+        data.row_tokens,
+        rows_per_step=step.batch_tokens // data.row_tokens,
+        epochs=step.epochs,
+        seed=config.seed,
+        shuffle=data.shuffle,
+        buffer_size=data.buffer_size,
+        over_long=data.over_long,
+        on_bad_sample=data.on_bad_sample,
+        cost=CostModel() if flops is None else flops.cost_model(),
     )
 
 
 def _loader(
     config: TrainConfig,
-    model_config: Any,
-    mesh: Mesh,
     paths: list[str] | str,
-    flops: ModelFlops | None = None,
-    **settings: Any,
+    bad_file: Path | None,
+    rows: RowOptions,
+    prepare: StepMaker,
+    where: Whereabouts | None = None,
 ) -> Loader:
-    data = config.data
-    return Loader(
-        open_data(paths, mesh),
-        Encoding(config.model, data, model_config),
-        mesh,
-        row_tokens=data.row_tokens,
-        seed=config.seed,
-        buffer_size=data.buffer_size,
-        over_long=data.over_long,
-        on_bad_sample=data.on_bad_sample,
-        workers=data.workers,
-        prefetch_steps=data.prefetch_steps,
-        sample_limit_s=config.timeouts.loader,
-        prepare=StepMaker(model_config, mesh, data.policy, flops),
-        **settings,
-    )
+    data, mesh = config.data, prepare.mesh
+    workers = WorkerOptions(data.workers, data.prefetch_steps, config.timeouts.loader)
+    make_encoder = EncoderFactory(config.model, data, prepare.config)
+    reading = Reading(open_data(paths, mesh), make_encoder, bad_file)
+    return Loader(reading, mesh, rows, workers, prepare, where)

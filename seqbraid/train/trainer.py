@@ -19,7 +19,7 @@ from ..models.agreement import Agreed
 from ..models.output import StepOutput
 from ..models.step import Step, agree_on, forward_backward
 from ..plan.flops import ModelFlops, peak_flops
-from .changes import changes
+from .changes import changes, check_unchanged
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
 from .checkpoint.files import folder_name
 from .config import TrainConfig, as_dict, shared
@@ -29,7 +29,7 @@ from .identity import agree_on_model, check_same_model
 from .log import Sinks, check_sinks, open_sinks
 from .lora import save_adapter
 from .metrics import StepMeter
-from .nonfinite import NonFiniteError, first_not_finite, write_step
+from .nonfinite import NonFiniteError, refuse_not_finite, write_step
 from .optimizer import (
     MasterAdamW,
     clip_gradients,
@@ -54,9 +54,6 @@ from .setup import (
 )
 from .signals import stop_on_signals
 from .weights import split_revision
-
-UNCHANGED = ("model", "precision", "lora", "freeze")
-"""What a resumed run must have as it was; the loader looks after the data, all else may change."""
 
 
 class Trainer:
@@ -325,14 +322,7 @@ class Trainer:
 
     def _save(self) -> None:
         self.place.check()
-        found = first_not_finite(self.model, self.optimizer)
-        names = [name for name in gather_objects(self.mesh.cpu_group, found) if name]
-        if names:
-            raise NonFiniteError(
-                f"after step {self.step} {names[0]} is not finite, so that no checkpoint of it is written; a "
-                f"lower train.lr (now {self.config.train.lr}) or a longer train.warmup may help. Checkpoints "
-                "of earlier steps are untouched"
-            )
+        refuse_not_finite(self.model, self.optimizer, self.mesh, self.step, self.config.train.lr)
         state = {
             "step": self.step,
             "trained": self.trained,
@@ -371,15 +361,7 @@ class Trainer:
         last = self.checkpoints.last(self.config.resume)
         if last is not None:
             state = self.checkpoints.state(last)
-            before, now = state["config"], as_dict(self.config)
-            if split_revision(before["model"])[1] is None:  # of a version that wrote no revision down
-                now["model"] = split_revision(now["model"])[0]
-            for name in UNCHANGED:
-                if before[name] != now[name]:
-                    raise ValueError(
-                        f"{last} was trained with {name}={before[name]!r}, not {now[name]!r}; set it back, "
-                        "or give another out"
-                    )
+            check_unchanged(state["config"], as_dict(self.config), last)
             check_same_model(state.get("identity"), self.identity, last)
         return last
 

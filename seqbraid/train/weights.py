@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..models.stock import read_config, stock_class, trained_config, weight_files
+from .checkpoint.index import DTYPES
 from .checkpoint.names import extra_tensors
 
 PATTERNS = (
@@ -26,15 +27,6 @@ PATTERNS = (
     "*.tiktoken",
 )
 """What is fetched of a checkpoint on the hub: no pickles, no code."""
-
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
-}  # fmt: skip
-"""What safetensors calls torch's dtypes."""
 
 
 AT_REVISION = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)@(?P<revision>[\w./-]+)")

@@ -11,7 +11,7 @@ from ..models.tiny.samples import LENGTHS
 from ..ops import attention
 from ..ops.blocks import Block, BlockPlan
 from ..ops.reference import attention_reference
-from .verdict import Line, Parity
+from .verdict import Parity, Quantity
 
 FLOOR = 1e-14
 """In float64 two orders of the same sums agree to this."""
@@ -46,7 +46,7 @@ def check_blocks(seed: int = 0) -> Parity:
     return Parity(
         "blocks",
         tuple(
-            Line(name, float((a - b).norm() / b.norm()), FLOOR)
+            Quantity(name, float((a - b).norm() / b.norm()), FLOOR)
             for name, a, b in zip(names, got, wanted, strict=True)
         ),
         dtype="float64",

@@ -10,16 +10,16 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoConfig
 
 from ..layout import SequenceLayout
+from ..models.stock import read_config
 from ..models.tiny.decoders import FAMILIES, tiny_config
 from ..sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
 
 LABELS = {"states": "state passing", "heads": "head all-to-all"}
 
 
-def load_config(name: str) -> Any:
+def config_of(name: str) -> Any:
     """The config of a tiny family, or of a checkpoint in a folder; no weights are read."""
     if name in FAMILIES:
         return tiny_config(name)
@@ -28,7 +28,7 @@ def load_config(name: str) -> Any:
             f"--model {name!r} is neither a tiny family ({', '.join(FAMILIES)}) nor a folder with a "
             "config.json"
         )
-    return AutoConfig.from_pretrained(name)
+    return read_config(Path(name))
 
 
 def head_sizes(config: Any) -> HeadSizes | None:
@@ -49,7 +49,7 @@ def exchange_report(layout: SequenceLayout, name: str) -> Group:
     """The bytes that each rank sends in one gated-delta layer's forward, by both methods, and which is
     taken.
     """
-    config = load_config(name)
+    config = config_of(name)
     text = config.get_text_config()
     sizes = head_sizes(text)
     if sizes is None:

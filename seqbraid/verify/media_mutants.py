@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 
 from ..data import pack as pack_module
-from ..models import encoders as encoders_module
 from ..models import media_adapter as adapter_module
+from ..models import towers as towers_module
 from ..sequence_parallel import media as media_module
 from .mutants import Mutant
 
@@ -57,7 +57,7 @@ def _gradient_lost() -> AbstractContextManager[Any]:
 
 def _swapped() -> AbstractContextManager[Any]:
     """An image gets the features of a video of its size, and the other way round."""
-    right = encoders_module.Encoders._see
+    right = towers_module.Towers._see
 
     def wrong(self: Any, items: Any) -> Any:
         parts = list(right(self, items))
@@ -68,17 +68,17 @@ def _swapped() -> AbstractContextManager[Any]:
                     parts[i], parts[j] = parts[j], parts[i]
         return parts
 
-    return patch.object(encoders_module.Encoders, "_see", wrong)
+    return patch.object(towers_module.Towers, "_see", wrong)
 
 
 def encoder_skipped() -> AbstractContextManager[Any]:
     """A rank without media does not pass through the towers; the others wait for it, or sum without it."""
-    right = encoders_module.Encoders.features
+    right = towers_module.Towers.features
 
     def wrong(self: Any, own: Any) -> Any:
         return right(self, own) if own else self._nothing()
 
-    return patch.object(encoders_module.Encoders, "features", wrong)
+    return patch.object(towers_module.Towers, "features", wrong)
 
 
 MEDIA_MUTANTS: tuple[Mutant, ...] = (

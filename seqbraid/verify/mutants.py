@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..comm.rows import RowPlan, exchange_rows
 from ..data import pack as pack_module
+from ..layout.labels import IGNORE
 from ..models import attention as attention_module
 from ..models import batch as batch_module
 from ..models import braided as braided_module
@@ -54,7 +55,7 @@ def _targets_shifted_across_samples() -> AbstractContextManager[Any]:
 
     def wrong(samples: Any, *args: Any) -> Any:
         labels = torch.cat([torch.as_tensor(s.get("labels", s["input_ids"])) for s in samples])
-        targets = torch.cat([labels[1:], labels.new_tensor([-100])])
+        targets = torch.cat([labels[1:], labels.new_tensor([IGNORE])])
         return replace(build(samples, *args), targets=targets)
 
     return patch.object(pack_module, "build_row", wrong)

@@ -21,7 +21,7 @@ from ..mesh import Mesh
 from ..models.output import StepOutput
 from ..models.step import forward_backward
 from .reference import Measurement, fresh_gradients, one_rounding_away, stock_step
-from .verdict import Line, Parity, compare
+from .verdict import Parity, Quantity, compare
 from .wide import float32_is_float64, in_float64
 
 
@@ -74,7 +74,7 @@ def of_all_ranks(parity: Parity, mesh: Mesh) -> Parity:
     found = gather_floats(mesh.cpu_group, [x for line in parity.lines for x in (line.error, line.floor)])
     lines = (
         max(
-            (Line(line.name, *of_rank[2 * i : 2 * i + 2]) for of_rank in found),
+            (Quantity(line.name, *of_rank[2 * i : 2 * i + 2]) for of_rank in found),
             key=lambda line: line.severity,
         )
         for i, line in enumerate(parity.lines)

@@ -13,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..layout.labels import IGNORE
 from ..models.families import family_of
 from ..models.media_tokens import token_types
 from ..models.parts import towers_of
 from ..models.router import stock_num_experts
 from ..models.stock import in_torch
-
-IGNORE = -100
 
 
 @dataclass(frozen=True)

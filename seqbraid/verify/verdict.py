@@ -32,7 +32,7 @@ def smallest_floor(dtype: torch.dtype) -> float:
 
 
 @dataclass(frozen=True)
-class Line:
+class Quantity:
     """One quantity: its error, its floor, and whether it holds."""
 
     name: str
@@ -79,10 +79,10 @@ class Parity:
     """The verdict on one case."""
 
     case: str
-    lines: tuple[Line, ...]
+    lines: tuple[Quantity, ...]
     dtype: str = "float32"
     """What the lines were measured in."""
-    undecided: Line | None = None
+    undecided: Quantity | None = None
     """The line that float32 could not decide, where the case was decided in float64."""
 
     @property
@@ -96,7 +96,7 @@ class Parity:
         return all(line.is_decided for line in self.lines)
 
     @property
-    def worst(self) -> Line:
+    def worst(self) -> Quantity:
         """The quantity furthest from its floor."""
         return max(self.lines, key=lambda line: (line.ratio != line.ratio, line.ratio))
 
@@ -139,7 +139,7 @@ def compare(case: str, got: Measurement, reference: Measurement, others: Sequenc
     floors = [_errors(other, reference) for other in others]
     smallest = smallest_floor(dtype)
     lines = (
-        Line(name, error, _floor([floor[name] for floor in floors], smallest))
+        Quantity(name, error, _floor([floor[name] for floor in floors], smallest))
         for name, error in errors.items()
     )
     return Parity(case, tuple(lines), str(dtype).removeprefix("torch."))

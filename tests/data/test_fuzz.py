@@ -21,6 +21,7 @@ from seqbraid.data.stream.loader import Loader
 from seqbraid.data.tiny import tiny_training_model
 from seqbraid.mesh import Mesh
 from tests.helpers import ranks
+from tests.helpers.toy import make_loader
 
 from .fuzz import Case, good_records, make_corpus, media_root
 
@@ -149,9 +150,11 @@ def encoder_for(root: Path) -> SampleEncoder:
     return SampleEncoder(processor, model.config, MediaFiles(root), **pixels)
 
 
-def make_loader(path: Path, encoder: SampleEncoder, mesh: Mesh, **options: Any) -> Loader:
+def loader_of(path: Path, encoder: SampleEncoder, mesh: Mesh, **options: Any) -> Loader:
     source = open_source(str(path))
-    return Loader(source, lambda: encoder, mesh, row_tokens=1024, rows_per_step=2, shuffle=False, **options)
+    return make_loader(
+        source, lambda: encoder, mesh, row_tokens=1024, rows_per_step=2, shuffle=False, **options
+    )
 
 
 def mixed(path: Path, cases: list[Case], every: int) -> tuple[dict[str, dict[str, Any]], dict[str, Case]]:
@@ -202,7 +205,7 @@ def test_a_run_skips_each_malformed_line_counts_and_lists_it_once(
     alone = {where: encoder.encode(record) for where, record in good.items()}
     mesh = Mesh(rank=0, world_size=1)
     # In two epochs, so that what is found in both must be counted once.
-    loader = make_loader(path, encoder, mesh, epochs=2, on_bad_sample="skip", bad_file=listed)
+    loader = loader_of(path, encoder, mesh, epochs=2, on_bad_sample="skip", bad_file=listed)
     watch.opened.clear()
     watch.on = True
     began = time.process_time()
@@ -243,14 +246,14 @@ def test_a_run_stops_at_the_first_malformed_line(
         path = folder / "stops.jsonl"
         goods = [json.dumps(record).encode() for record in good_records()[:2]]
         path.write_bytes(b"\n".join([*goods, case.record_line, *goods]))
-        loader = make_loader(path, encoder, Mesh(rank=0, world_size=1), epochs=1)
+        loader = loader_of(path, encoder, Mesh(rank=0, world_size=1), epochs=1)
         with pytest.raises(ValueError, match=r"^stops\.jsonl:3: ") as error:
             loaded(loader)
         assert re.search(case.expect, str(error.value)), case.name
 
 
 def load_on_ranks(path: Path, root: Path, mesh_sizes: dict[str, int], on_bad_sample: Any) -> Any:
-    loader = make_loader(path, encoder_for(root), Mesh(**mesh_sizes), epochs=1, on_bad_sample=on_bad_sample)
+    loader = loader_of(path, encoder_for(root), Mesh(**mesh_sizes), epochs=1, on_bad_sample=on_bad_sample)
     return [where for where, _ in loaded(loader)], loader.bad.count, loader.bad.first
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
+
+from seqbraid import Mesh
+from seqbraid.comm.whereabouts import Whereabouts
+from seqbraid.data.stream.loader import Loader, Reading
+from seqbraid.data.stream.plan import RowOptions
+from seqbraid.data.stream.workers import WorkerOptions
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,25 @@ class ListSource:
 
     def where(self, index: int) -> str:
         return f"toy.jsonl:{index + 1}"
+
+
+def make_loader(
+    source: Any,
+    make_encoder: Callable[[], Any],
+    mesh: Mesh | None = None,
+    *,
+    prepare: Any = None,
+    where: Whereabouts | None = None,
+    **options: Any,
+) -> Loader:
+    """A loader, its options without the dataclasses that they are fields of."""
+    of: dict[type, dict[str, Any]] = {Reading: {}, RowOptions: {}, WorkerOptions: {}}
+    for name, value in options.items():
+        kind = next(kind for kind in of if name in {field.name for field in fields(kind)})
+        of[kind][name] = value
+    reading = Reading(source, make_encoder, **of[Reading])
+    workers = WorkerOptions(**of[WorkerOptions])
+    return Loader(reading, mesh or Mesh(), RowOptions(**of[RowOptions]), workers, prepare, where)
 
 
 class ToyEncoder:

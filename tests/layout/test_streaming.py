@@ -1,5 +1,4 @@
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -9,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.layout import streaming
-from seqbraid.layout.streaming import PackingReport, StreamingPacker, truncate_sample
+from seqbraid.layout.streaming import StreamingPacker
 
 THOROUGH = settings(max_examples=1000, deadline=None)
 
@@ -22,36 +20,23 @@ def make_packer(case: dict[str, Any]) -> StreamingPacker[Item]:
         case["row_tokens"],
         length=lambda item: item[1],
         buffer_size=case["buffer_size"],
-        over_long=case["over_long"],
         seed=case["seed"],
-        truncate=lambda item, limit: [item[0], limit],
         epoch=lambda item: item[0] // case.get("per_epoch", 1 << 30),
     )
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """Streams with many equal lengths, so that ties are drawn; over-long ones unless they would raise."""
+    """Streams with many equal lengths, so that ties are drawn."""
     row_tokens = draw(st.integers(1, 20))
-    over_long = draw(st.sampled_from(["error", "truncate", "drop"]))
-    longest = row_tokens if over_long == "error" else row_tokens + 3
-    lengths = draw(st.lists(st.integers(1, longest), max_size=25))
+    lengths = draw(st.lists(st.integers(1, row_tokens), max_size=25))
     return {
         "items": [[index, length] for index, length in enumerate(lengths)],
         "row_tokens": row_tokens,
         "buffer_size": draw(st.integers(1, 12)),
         "per_epoch": draw(st.integers(1, 30)),
-        "over_long": over_long,
         "seed": draw(st.integers(0, 3)),
     }
-
-
-def expected_items(case: dict[str, Any]) -> list[Item]:
-    """What must come out: over-long samples cut or left out."""
-    fits = [
-        item for item in case["items"] if item[1] <= case["row_tokens"] or case["over_long"] == "truncate"
-    ]
-    return [[index, min(length, case["row_tokens"])] for index, length in fits]
 
 
 @THOROUGH
@@ -59,18 +44,9 @@ def expected_items(case: dict[str, Any]) -> list[Item]:
 def test_every_sample_is_in_one_row_and_no_row_is_over_full(case: dict[str, Any]) -> None:
     packer = make_packer(case)
     rows = list(packer.pack(case["items"]))
-    assert sorted(item for row in rows for item in row) == expected_items(case)
+    assert sorted(item for row in rows for item in row) == case["items"]
     assert all(row and sum(length for _, length in row) <= case["row_tokens"] for row in rows)
-
-    over_long = tuple((index, length) for index, length in case["items"] if length > case["row_tokens"])
-    kept_tokens = sum(length for _, length in expected_items(case))
-    assert packer.report == PackingReport(
-        drawn=len(case["items"]),
-        dropped=len(over_long) if case["over_long"] == "drop" else 0,
-        truncated=len(over_long) if case["over_long"] == "truncate" else 0,
-        tokens_lost=sum(length for _, length in case["items"]) - kept_tokens,
-        over_long=over_long,
-    )
+    assert packer.num_drawn == len(case["items"])
 
 
 @THOROUGH
@@ -87,7 +63,7 @@ def test_every_sample_of_an_epoch_is_in_a_row_before_any_of_the_next(case: dict[
 def test_a_row_is_the_oldest_sample_and_the_longest_that_fit(case: dict[str, Any]) -> None:
     """Of an epoch that is at hand whole: its rows are those of one plan."""
     case = {**case, "buffer_size": 30, "per_epoch": 30}
-    waiting = expected_items(case)
+    waiting = list(case["items"])
     rows = list(make_packer(case).pack(case["items"]))
     while waiting:
         row = next(row for row in rows if waiting[0] in row)
@@ -113,9 +89,8 @@ def test_the_buffer_keeps_its_bound_and_no_sample_starves(case: dict[str, Any]) 
 
     def source() -> Iterator[Item]:
         for item in case["items"]:
-            # This sample and those drawn that are neither dropped nor in a row: all that the packer holds.
-            dropped = packer.report.dropped
-            assert len(rows_before_draw) + 1 - dropped - num_out <= case["buffer_size"]
+            # This sample and those drawn that are in no row: all that the packer holds.
+            assert len(rows_before_draw) + 1 - num_out <= case["buffer_size"]
             rows_before_draw.append(num_rows)
             yield item
 
@@ -136,7 +111,7 @@ def test_rows_are_full_and_long_samples_come_no_earlier_than_short_ones(
     """Neither in the course of a large set nor in each pass over a small one."""
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, per_epoch), 1, 4096).astype(int).tolist()
     items = [[index, lengths[index % per_epoch]] for index in range(per_epoch * num_epochs)]
-    case = {"items": items, "row_tokens": 4096, "over_long": "error", "seed": 0, "buffer_size": 1024}
+    case = {"items": items, "row_tokens": 4096, "seed": 0, "buffer_size": 1024}
     rows = list(make_packer({**case, "per_epoch": per_epoch}).pack(items))
     assert sum(lengths) * num_epochs / (4096 * len(rows)) > least_fill
     found: dict[int, list[list[Item]]] = {}
@@ -153,7 +128,7 @@ def test_rows_are_full_and_long_samples_come_no_earlier_than_short_ones(
 def test_plans_of_few_rows_leave_little_room_too() -> None:
     """Samples so short that the buffer holds three to four rows of them."""
     lengths = np.random.default_rng(0).integers(5, 25, 20_000).tolist()
-    case = {"row_tokens": 4096, "over_long": "error", "seed": 0, "buffer_size": 1024}
+    case = {"row_tokens": 4096, "seed": 0, "buffer_size": 1024}
     rows = list(make_packer(case).pack([[index, length] for index, length in enumerate(lengths)]))
     assert sum(lengths) / (4096 * len(rows)) > 0.98
 
@@ -174,7 +149,7 @@ def test_a_state_taken_after_any_row_continues_with_the_next(case: dict[str, Any
         resumed.load_state_dict(json.loads(state))
         assert json.dumps(resumed.state_dict()) == state
         assert list(resumed.pack(iter(case["items"]))) == rows[num_done:]
-        assert resumed.report == packer.report
+        assert resumed.num_drawn == packer.num_drawn
 
 
 class Cursor:
@@ -214,7 +189,7 @@ def test_a_source_with_a_state_is_set_to_it_and_not_drawn_again(case: dict[str, 
         remaining = resumed.pack(source)
         assert json.dumps(resumed.state_dict()) == state
         assert list(remaining) == rows[num_done:]
-        assert source.num_drawn == len(case["items"]) - json.loads(state)["report"]["drawn"]
+        assert source.num_drawn == len(case["items"]) - json.loads(state)["drawn"]
 
         stateless = make_packer(case)
         stateless.load_state_dict(json.loads(state))
@@ -222,8 +197,8 @@ def test_a_source_with_a_state_is_set_to_it_and_not_drawn_again(case: dict[str, 
 
 
 def test_a_state_does_not_change_when_packing_goes_on() -> None:
-    case = {"row_tokens": 4, "buffer_size": 6, "over_long": "drop", "seed": 0}
-    source = Cursor([[index, 1 + index % 6] for index in range(40)])
+    case = {"row_tokens": 4, "buffer_size": 6, "seed": 0}
+    source = Cursor([[index, 1 + index % 4] for index in range(40)])
     packer = make_packer(case)
     rows = packer.pack(source)
     next(rows)
@@ -235,7 +210,7 @@ def test_a_state_does_not_change_when_packing_goes_on() -> None:
 
 def test_ties_and_the_order_in_a_row_follow_the_seed() -> None:
     items = [[index, 1] for index in range(200)]
-    case = {"row_tokens": 10, "buffer_size": 100, "over_long": "error"}
+    case = {"row_tokens": 10, "buffer_size": 100}
     rows = {seed: list(make_packer({**case, "seed": seed}).pack(items)) for seed in (0, 1)}
     assert rows[0] == list(make_packer({**case, "seed": 0}).pack(items)) != rows[1]
     assert {tuple(map(tuple, sorted(row))) for row in rows[0]} != {
@@ -244,56 +219,18 @@ def test_ties_and_the_order_in_a_row_follow_the_seed() -> None:
     assert any(row != sorted(row) for row in rows[0]) and any(row[0] != min(row) for row in rows[0])
 
 
-def test_an_over_long_sample_raises_by_default() -> None:
+def test_an_over_long_sample_is_refused() -> None:
     packer = StreamingPacker(8, length=len)
     rows = packer.pack(["a" * n for n in (3, 8, 11, 12)])
-    with pytest.raises(ValueError, match=r"sample 2 has 11 tokens .* holds 8; .*'truncate' or 'drop'.*>= 11"):
+    with pytest.raises(ValueError, match=r"sample 2 has 11 tokens .* holds 8; .*row_tokens >= 11"):
         next(rows)
     with pytest.raises(RuntimeError, match="within a row"):
         packer.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("over_long", "said"), [("truncate", "cut its tokens from 8 on"), ("drop", "dropped it")]
-)
-def test_a_lost_end_is_logged(over_long: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    packer: StreamingPacker[dict[str, Any]] = StreamingPacker(
-        8, length=lambda sample: len(sample["input_ids"]), over_long=over_long
-    )
-    with caplog.at_level(logging.WARNING):
-        list(packer.pack([{"input_ids": [1] * 3}, {"input_ids": [1] * 11}]))
-    assert [record.getMessage() for record in caplog.records] == [
-        f"sample 1 has 11 tokens, a row holds 8: {said}"
-    ]
-
-
-def test_a_flood_of_over_long_samples_is_counted_but_not_listed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(streaming, "MAX_LISTED", 3)
-    packer = StreamingPacker(4, length=len, over_long="drop")
-    assert list(packer.pack(["a" * 6] * 10)) == []
-    assert packer.report == PackingReport(10, 10, 0, 60, ((0, 6), (1, 6), (2, 6)))
-    assert len(caplog.records) == 3
-
-
-def test_truncate_sample_cuts_text_and_refuses_media() -> None:
-    text = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 1]}
-    assert truncate_sample(text, 2) == {"input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [1, 1]}
-    assert text["input_ids"] == [1, 2, 3]
-    with pytest.raises(ValueError, match=r"'pixel_values'.*input_ids, labels, attention_mask.*'drop'"):
-        truncate_sample({**text, "pixel_values": [0.0]}, 2)
-    with pytest.raises(ValueError, match="not list"):
-        truncate_sample([1, 2, 3], 2)  # type: ignore[arg-type]
-
-
 def test_bad_samples_are_named() -> None:
     with pytest.raises(ValueError, match="sample 1 has length 0"):
         next(StreamingPacker(8, length=len).pack(["a", ""]))
-    with pytest.raises(ValueError, match="truncate left 9 tokens of sample 0 but a row holds 8"):
-        next(
-            StreamingPacker(8, len, over_long="truncate", truncate=lambda item, _: item[:9]).pack(["a" * 10])
-        )
     with pytest.raises(TypeError):
         next(StreamingPacker(8, length=lambda _: 1.5).pack(["a"]))  # type: ignore[arg-type, return-value]
 
@@ -303,7 +240,6 @@ def test_bad_samples_are_named() -> None:
     [
         ({"row_tokens": 0}, "row_tokens=0"),
         ({"buffer_size": 0}, "buffer_size=0"),
-        ({"over_long": "split"}, "over_long='split' .*'error', 'truncate', 'drop'"),
     ],
 )
 def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -316,7 +252,6 @@ def test_bad_settings_are_refused(arguments: dict[str, Any], message: str) -> No
     [
         ({"row_tokens": 9}, "row_tokens=8 but this packer has row_tokens=9"),
         ({"buffer_size": 5}, "buffer_size=1024 but this packer has buffer_size=5"),
-        ({"over_long": "drop"}, "over_long='error' but this packer has over_long='drop'"),
         ({"seed": 1}, "seed=0 but this packer has seed=1"),
     ],
 )
@@ -328,8 +263,8 @@ def test_a_state_of_other_settings_is_refused(changed: dict[str, Any], message: 
 
 def test_a_state_of_another_version_is_refused() -> None:
     state = StreamingPacker(8, length=len).state_dict()
-    old = {key: value for key, value in state.items() if key not in ("waiting", "planned")} | {"buffered": []}
-    with pytest.raises(ValueError, match="a version of seqbraid that drew samples in another order"):
+    old = {key: value for key, value in state.items() if key != "drawn"} | {"report": {"drawn": 0}}
+    with pytest.raises(ValueError, match="a version of seqbraid that kept other things of a packer"):
         StreamingPacker(8, length=len).load_state_dict(old)
 
 

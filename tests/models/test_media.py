@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import seqbraid as sb
-from seqbraid.models.encoders import Encoders
 from seqbraid.models.families import family_of
 from seqbraid.models.media import MediaInput, sample_media
 from seqbraid.models.media_tokens import audio_tokens
@@ -16,6 +15,7 @@ from seqbraid.models.parts import ModelParts, towers_of
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.media import tiny_media_config, tiny_media_model
 from seqbraid.models.tiny.media_samples import media_sample
+from seqbraid.models.towers import Towers
 from tests.helpers.plain import relative
 
 
@@ -109,13 +109,13 @@ def clips(lengths: tuple[int, ...]) -> list[MediaInput]:
 def test_a_clip_is_not_changed_by_longer_ones_beside_it() -> None:
     """The stock tower does change it, once convolutions have biases."""
     model = tiny_media_model("qwen3_omni")
-    encoders = Encoders(ModelParts.of(model))
+    towers = Towers(ModelParts.of(model))
     together = clips((70, 300, 5, 100, 70, 1, 130))
     with torch.no_grad():
         counts = [media.item.num_features for media in together]
-        beside = encoders.features(together, torch.zeros(())).split(counts)
-        alone = [encoders.features([media], torch.zeros(())) for media in together]
-        stock = encoders._listen([media.payload for media in together], encoders.audio).split(counts)
+        beside = towers.features(together, torch.zeros(())).split(counts)
+        alone = [towers.features([media], torch.zeros(())) for media in together]
+        stock = towers._listen([media.payload for media in together], towers.audio).split(counts)
     for a, b in zip(beside, alone, strict=True):
         assert relative(a, b) < 1e-5
     assert relative(stock[0], alone[0][:, :32]) > 1e-3
@@ -127,7 +127,7 @@ def test_frozen_towers_have_no_backward() -> None:
     braided = sb.parallelize(model)
     batch = sb.pack([sample("qwen3_vl", ["image", "video"])], model.config)
     assert batch.media is not None
-    assert not braided._adapter.encoders.features(batch.media.own, torch.zeros(())).requires_grad
+    assert not braided._adapter.towers.features(batch.media.own, torch.zeros(())).requires_grad
     braided(batch).loss.backward()
     assert all(p.grad is None for p in towers_of(model).visual.parameters())
 

@@ -21,7 +21,7 @@ from seqbraid.comm import Group
 from seqbraid.ops.conv import causal_conv
 from seqbraid.ops.gated_delta import gated_delta_rule
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, heads_bytes
-from seqbraid.sequence_parallel.gated_delta_heads import GatedDeltaHeads, HeadsPlan, mixing_by_heads
+from seqbraid.sequence_parallel.gated_delta_heads import GatedDeltaHeads, HeadExchangePlan, mixing_by_heads
 from seqbraid.sequence_parallel.gated_delta_layer import GatedDeltaLayer
 from tests.helpers import ranks
 
@@ -114,7 +114,7 @@ def on_rank(ring: int, ulysses: int, cases: list[Case]) -> list[tuple[dict[str, 
         x = x._replace(**{n: layout.shard(getattr(x, n), rank) for n in ("mixed", "b", "a", "weight")})
         wanted = {n: t.requires_grad_() for n, t in x._asdict().items() if n != "weight" and t is not None}
         layer = GatedDeltaLayer(x.conv_weight, x.conv_bias, "silu", x.A_log, x.dt_bias, *case.sizes)
-        out = mixing_by_heads(x.mixed, x.b, x.a, layer, HeadsPlan.of(layout, rank), group)
+        out = mixing_by_heads(x.mixed, x.b, x.a, layer, HeadExchangePlan.of(layout, rank), group)
         results.append((gradients(out, x.weight, wanted), dict(group.sent)))
     return results
 
@@ -221,7 +221,7 @@ def test_the_plan_puts_tokens_in_sequence_order(
     lengths: list[int], ring: int, ulysses: int, policy: str
 ) -> None:
     layout = SequenceLayout(lengths, ring, ulysses, policy)
-    plans = [HeadsPlan.of(layout, rank) for rank in range(layout.num_ranks)]
+    plans = [HeadExchangePlan.of(layout, rank) for rank in range(layout.num_ranks)]
     index = [layout.index(rank) for rank in range(layout.num_ranks)]
     arrived = torch.cat([index[rank][plan.open_rows_n] for rank, plan in enumerate(plans)])
     rows = list(pairwise(layout.cu_seqlens))

@@ -18,7 +18,7 @@ from seqbraid.train import recompute
 from seqbraid.train.config import MeshConfig, TrainConfig
 from seqbraid.train.dry_run import dry_run
 from seqbraid.train.log import read_log
-from seqbraid.train.setup import load_model, make_mesh
+from seqbraid.train.setup import make_mesh, make_model
 from seqbraid.train.trainer import Trainer
 from tests.helpers.ranks import run
 from tests.train.test_train_edges import config, said, write
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device_for(config: TrainConfig, checkpointing: str) -> int:
     """The bytes of a device on which just this fits."""
     memory = replace(AUTO, checkpointing=checkpointing)  # type: ignore[arg-type]
-    model = load_model(config, weights=False)
+    model = make_model(config, weights=False)
     rows = config.data.row_tokens
     return 1 + int(
         memory_estimate(model, make_mesh(config), memory, "float32", row_tokens=rows).total / (1 - RESERVE)

@@ -37,7 +37,7 @@ from seqbraid.train.config import (
     TrainConfig,
     to_yaml,
 )
-from seqbraid.train.setup import Encoding, load_model_processor, make_mesh
+from seqbraid.train.setup import EncoderFactory, load_model_processor, make_mesh
 from seqbraid.train.trainer import Trainer
 from seqbraid.verify.reference import stock_step
 from tests.helpers.ranks import run
@@ -78,7 +78,7 @@ def config(examples: Path, out: Path, model: str, **changes: Any) -> TrainConfig
 
 def a_sample(config: TrainConfig, model_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A record of the data that fits a row, and its sample."""
-    encoder = Encoding(config.model, config.data, model_config)()
+    encoder = EncoderFactory(config.model, config.data, model_config)()
     for line in Path(str(config.data.train)).read_text().splitlines():
         record = json.loads(line)
         if encoder.length(record) <= config.data.row_tokens:

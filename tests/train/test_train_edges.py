@@ -437,14 +437,12 @@ def _poison(trainer: Trainer) -> None:
 
 TOLD_TO_END = """
 import os, signal, time
-from seqbraid import Mesh
-from seqbraid.data.stream.loader import Loader
-from tests.helpers.toy import ListSource, ToyEncoder, records
+from tests.helpers.toy import ListSource, ToyEncoder, make_loader, records
 
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 settings = {"row_tokens": 32, "rows_per_step": 1, "epochs": 2, "workers": 2}
-loader = Loader(ListSource(records(37)), ToyEncoder, Mesh(), **settings)
+loader = make_loader(ListSource(records(37)), ToyEncoder, **settings)
 next(loader)
 os.killpg(0, signal.SIGTERM)
 time.sleep(0.5)

@@ -23,7 +23,7 @@ from seqbraid.train.config import CheckpointConfig, DataConfig, LoraConfig, Trai
 from seqbraid.train.evaluate import evaluate
 from seqbraid.train.nonfinite import NonFiniteError
 from seqbraid.train.optimizer import MasterAdamW
-from seqbraid.train.setup import Encoding, load_model, make_eval_loader, make_loader, make_mesh
+from seqbraid.train.setup import EncoderFactory, make_eval_loader, make_loader, make_mesh, make_model
 from seqbraid.train.trainer import Trainer
 from tests.helpers.ranks import run
 from tests.train.test_train_edges import DATA_RANKS, RING, ROW, config, logged, said, shown, train, write
@@ -72,7 +72,7 @@ def test_what_is_evaluated_is_what_the_next_step_learns(folder: Path, tmp_path: 
     assert found["label_tokens"] == logged(same, "eval_label_tokens")
     assert found["epoch"] == [1, 2, 3, 4]
 
-    encoder = Encoding(same.model, same.data, load_model(same).config)()
+    encoder = EncoderFactory(same.model, same.data, make_model(same).config)()
     lengths = [encoder.length(long(number)) for number in range(3)]
     assert min(lengths) > ROW / 2
     assert found["tokens"] == [sum(lengths)] * 4
@@ -223,7 +223,7 @@ def test_precisions_are_what_they_say(
 
 def test_adapters_are_what_is_asked_for(folder: Path, tmp_path: Path) -> None:
     asked = LoraConfig(rank=4, alpha=12, dropout=0.25, rslora=True, targets=["q_proj", "down_proj"])
-    model = load_model(config(folder, tmp_path / "run", lora=asked))
+    model = make_model(config(folder, tmp_path / "run", lora=asked))
     adapted = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert {name.rsplit(".", 1)[-1] for name in adapted} == {"q_proj", "down_proj"}
     for module in adapted.values():
@@ -247,10 +247,10 @@ def test_media_are_read_as_the_configuration_says(tmp_path: Path) -> None:
     }  # fmt: skip
     data = DataConfig(media_root=str(tmp_path), allow_urls=True, **asked)
     model = "tiny:qwen3_omni"
-    encoder = Encoding(model, data, load_model(TrainConfig(model=model)).config)()
+    encoder = EncoderFactory(model, data, make_model(TrainConfig(model=model)).config)()
     assert encoder.media.options == MediaOptions(**asked)
     assert encoder.media.files == MediaFiles(tmp_path, allow_urls=True)
-    careful = Encoding(model, DataConfig(), encoder.config)()
+    careful = EncoderFactory(model, DataConfig(), encoder.config)()
     assert careful.media.options == MediaOptions() and not careful.media.files.allow_urls
 
 
@@ -264,7 +264,7 @@ def test_over_long_samples_are_dropped_or_cut_as_the_configuration_says(
     wanted = config(folder, tmp_path / "run", "endless", {"steps": None, "epochs": 1})
     wanted = replace(wanted, data=replace(wanted.data, over_long=over_long))
     (tmp_path / "run").mkdir()
-    loader = make_loader(wanted, load_model(wanted).config, HERE)
+    loader = make_loader(wanted, make_model(wanted).config, HERE)
     assert sum(step.samples for step in loader) == samples
     assert loader.over_long.count == 1
     loader.close()

@@ -42,8 +42,8 @@ def test_a_zero_gradient_does_not_pass() -> None:
 
 def test_a_floor_that_hides_everything_does_not_hold() -> None:
     """Orders that were not equally valid give a large floor; a small ratio to it proves nothing."""
-    from seqbraid.verify.verdict import Line
+    from seqbraid.verify.verdict import Quantity
 
-    assert Line("", error=1e-4, floor=1e-4).holds
-    assert not Line("", error=1e-4, floor=0.5).holds
-    assert not Line("", error=float("nan"), floor=1e-6).holds
+    assert Quantity("", error=1e-4, floor=1e-4).holds
+    assert not Quantity("", error=1e-4, floor=0.5).holds
+    assert not Quantity("", error=float("nan"), floor=1e-6).holds

@@ -23,12 +23,12 @@ from seqbraid.verify.mutants import MUTANTS
 from seqbraid.verify.parity import check_parity, stock_references
 from seqbraid.verify.reference import one_rounding_away
 from seqbraid.verify.report import print_parity
-from seqbraid.verify.verdict import Line, Parity, compare
+from seqbraid.verify.verdict import Parity, Quantity, compare
 from seqbraid.verify.wide import float32_is_float64, in_float64
 from tests.helpers import ranks
 
-GOOD, BAD = Line("loss", 1e-7, 5e-7), Line("lm_head.weight", 3e-3, 1e-6)
-WIDE = Line("layers.2.A_log", 2e-3, 2.2e-3)
+GOOD, BAD = Quantity("loss", 1e-7, 5e-7), Quantity("lm_head.weight", 3e-3, 1e-6)
+WIDE = Quantity("layers.2.A_log", 2e-3, 2.2e-3)
 
 
 def near_ties(difference: float) -> PreTrainedModel:

@@ -6,30 +6,29 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...comm.consensus import agree, check_alike, gather_objects
+from ...comm.consensus import agree, check_alike, gather_objects, raised_by_all
 from ...comm.whereabouts import Whereabouts
-from ...layout.packing import CostModel, level_rows
-from ...layout.streaming import OverLong
+from ...layout.packing import level_rows
 from ...mesh import Mesh
 from ...models.media import media_ranks
 from .encoding import Encoding, Preparation, Ready, StepEncoder
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring, raise_if_stopped, stopped
 from .order import SampleOrder
-from .plan import BadSample, Draw, OnBadSample, PlannedStep, StepPlanner
+from .plan import BadSample, Draw, PlannedStep, RowOptions, StepPlanner
 from .tasks import Encoder, Refused, Tasks
-from .texts import TEXT_BYTES, Texts
-from .workers import NoWorkers, Workers
+from .texts import Texts
+from .workers import NoWorkers, WorkerOptions, Workers
 
 if TYPE_CHECKING:
     from ..records.source import Source
 
-STATE_FORMAT = 2  # 1 had none, and packed samples of several epochs together
+STATE_FORMAT = 3  # 1 packed samples of several epochs together; 2 kept other things of the packer
 
 
 @dataclass(frozen=True)
@@ -56,112 +55,59 @@ class StepData:
     """What the loader's `prepare` made of the rows."""
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What is read, and where what cannot be used is listed."""
+
+    source: Source
+    """The records; picklable if there are workers."""
+    make_encoder: Callable[[], Encoder]
+    """Makes the encoder, once per worker process; picklable if there are workers."""
+    bad_file: Path | None = None
+    """Where samples that are skipped are listed, one JSON object per line."""
+
+
 class Loader:
     """Iterates over the steps of a run; every rank makes one, and calls it, as often as the others do.
 
-    Which samples are in which row of which step follows from the source, `seed`, `row_tokens`,
-    `rows_per_step`, `buffer_size` and what is left out; neither the mesh nor the workers change it. The rows
+    Which samples are in which row of which step follows from the source, the `RowOptions` and
+    what is left out; neither the mesh nor the workers change it. The rows
     of a step are levelled over the data ranks by their estimated cost (`layout.packing.level_rows`).
 
     Args:
-        source: the records; picklable if there are workers.
-        make_encoder: makes the encoder, once per worker process; picklable if there are workers.
+        reading: the records, and what makes samples of them.
         mesh: the device mesh.
-        row_tokens: the most tokens of a row.
-        rows_per_step: rows of the whole job's step; the last step of a run may have fewer.
-        epochs: how often each sample is drawn; None: without end.
-        buffer_size: samples at hand for the packer.
-        over_long: what happens to a sample longer than a row.
-        on_bad_sample: `error` raises on all ranks for the first one, `skip` leaves it out and reports it.
-        bad_file: where skipped ones are listed, one JSON object per line.
-        workers: processes per rank; 0 encodes in this process, when a step is asked for.
-        prefetch_steps: steps that are encoded ahead.
-        cost: estimates what a row costs, the same on every rank.
-        sample_limit_s: seconds that a worker may be at one sample; for ever when left out.
-        text_bytes: what a rank keeps at most of texts that were tokenized when they were measured, until they
-            are drawn; samples beyond it are tokenized again.
-        where: is told of what goes forward, and says whether to stop.
+        rows: how rows and steps are made.
+        workers: what is done ahead of a step, and by how many processes.
         prepare: makes of a step's rows what the step is run from, in a thread where there are workers;
             picklable if there are.
+        where: is told of what goes forward, and says whether to stop.
     """
 
     def __init__(
         self,
-        source: Source,
-        make_encoder: Callable[[], Encoder],
+        reading: Reading,
         mesh: Mesh,
-        *,
-        row_tokens: int,
-        rows_per_step: int,
-        seed: int = 0,
-        epochs: int | None = None,
-        shuffle: bool = True,
-        buffer_size: int = 1024,
-        over_long: OverLong = "error",
-        on_bad_sample: OnBadSample = "error",
-        bad_file: Path | None = None,
-        workers: int = 0,
-        prefetch_steps: int = 2,
-        cost: CostModel | None = None,
-        sample_limit_s: float | None = None,
-        text_bytes: int = TEXT_BYTES,
-        where: Whereabouts | None = None,
+        rows: RowOptions,
+        workers: WorkerOptions | None = None,
         prepare: Preparation | None = None,
+        where: Whereabouts | None = None,
     ) -> None:
-        self._source = source
-        self._mesh = mesh
-        self._group = mesh.cpu_group
-        self._row_tokens = row_tokens
-        self._on_bad_sample = on_bad_sample
-        self._prefetch_steps = prefetch_steps
-        self._cost = cost or CostModel()
+        workers = WorkerOptions() if workers is None else workers
         where = Whereabouts() if where is None else where
+        self._source, self._mesh, self._group = reading.source, mesh, mesh.cpu_group
+        self._rows, self._prefetch_steps = rows, workers.prefetch_steps
         self._clock = Clock(where)
-        self._settings = {
-            "source": source.fingerprint,
-            "num_samples": len(source),
-            "seed": seed,
-            "shuffle": shuffle,
-            "row_tokens": row_tokens,
-            "rows_per_step": rows_per_step,
-            "buffer_size": buffer_size,
-            "over_long": over_long,
-        }
-        alike = {"epochs": epochs, "on_bad_sample": on_bad_sample, "prefetch_steps": prefetch_steps}
-        alike["cost"] = [self._cost.linear, self._cost.quadratic]
+        source = {"source": reading.source.fingerprint, "num_samples": len(reading.source)}
+        self._settings = source | rows.in_state
+        alike = {"epochs": rows.epochs, "on_bad_sample": rows.on_bad_sample}
+        alike |= {"prefetch_steps": workers.prefetch_steps, "cost": list(astuple(rows.cost))}
         check_alike(self._group, self._settings | alike)
-        error: Exception | None = None
-        try:
-            if workers < 0 or prefetch_steps < 0:
-                raise ValueError(f"{workers=} and {prefetch_steps=} must not be negative")
-            self._order = SampleOrder(len(source), seed, shuffle, epochs)
-            self._texts = Texts(mesh, row_tokens, text_bytes)
-            in_sequence = mesh.sequence_rank, mesh.sequence_size
-            planner = None if prepare is None else prepare.plan
-            cuts = over_long == "truncate"
-            tasks = Tasks(source, make_encoder, row_tokens, *in_sequence, cuts, planner)
-            self._workers = (
-                Workers(tasks, workers, sample_limit_s) if workers else NoWorkers(tasks, where.moves)
-            )
-            self._clock.progress = self._workers.begun
-            self._steps = StepEncoder(self._workers, row_tokens, prepare)
-            # Before multiprocessing waits for its children, which are deaf to its SIGTERM.
-            util.Finalize(self, self._workers.close, exitpriority=1)
-            self._measuring = Measuring(self._order, self._workers, self._group, self._clock, self._texts)
-            self._planner = StepPlanner(
-                self._order,
-                self._measuring,
-                row_tokens=row_tokens,
-                rows_per_step=rows_per_step,
-                buffer_size=buffer_size,
-                over_long=over_long,
-                on_bad_sample=on_bad_sample,
-                where=source.where,
-            )
-        except Exception as problem:
-            error = problem
-        agree(self._group, error)
-        self._left_out = LeftOut(self._group, bad_file, source.where, row_tokens, over_long == "drop")
+        with raised_by_all(self._group):
+            self._make(reading, workers, prepare, where)
+        self._left_out = LeftOut(
+            self._group, reading.bad_file, self._source.where, rows.row_tokens, rows.over_long == "drop"
+        )
         self._ahead: deque[Encoding] = deque()
         self._planned_all = False
         self._begun = False
@@ -170,6 +116,29 @@ class Loader:
         self._state = self._planner.state_dict()
         self._done = 0
         self._fruitless = 0  # samples of the latest steps of which nothing was left
+
+    def _make(
+        self, reading: Reading, options: WorkerOptions, prepare: Preparation | None, where: Whereabouts
+    ) -> None:
+        """The order of the samples, the workers, and the planner of the steps."""
+        source, rows, mesh = reading.source, self._rows, self._mesh
+        options.check()
+        self._order = SampleOrder(len(source), rows.seed, rows.shuffle, rows.epochs)
+        texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes)
+        in_sequence = mesh.sequence_rank, mesh.sequence_size
+        planner = None if prepare is None else prepare.plan
+        cuts = rows.over_long == "truncate"
+        tasks = Tasks(source, reading.make_encoder, rows.row_tokens, *in_sequence, cuts, planner)
+        if options.workers:
+            self._workers: Workers | NoWorkers = Workers(tasks, options.workers, options.sample_limit_s)
+        else:
+            self._workers = NoWorkers(tasks, where.moves)
+        self._clock.progress = self._workers.begun
+        self._steps = StepEncoder(self._workers, rows.row_tokens, prepare)
+        # Before multiprocessing waits for its children, which are deaf to its SIGTERM.
+        util.Finalize(self, self._workers.close, exitpriority=1)
+        self._measuring = Measuring(self._order, self._workers, self._group, self._clock, texts)
+        self._planner = StepPlanner(self._order, self._measuring, rows, source.where)
 
     def __iter__(self) -> Iterator[StepData]:
         return self
@@ -208,14 +177,14 @@ class Loader:
             [refused[position][0] for position in sorted(refused) if refused[position][1] is kind]
             for kind in (False, True)
         )
-        if bad and self._on_bad_sample == "error":
+        if bad and self._rows.on_bad_sample == "error":
             raise ValueError(f"{bad[0].where}: {bad[0].reason}")
         self._left_out.add(planned.bad, planned.over_long, bad, cut_short)
 
         # What one rank could not encode is left out by all, so that a sequence group keeps the same rows.
         kept = [draw for row in planned.rows for draw in row if draw.position not in refused]
         self._check_fruitless(planned, kept)
-        tokens = sum(min(draw.length, self._row_tokens) for draw in kept)
+        tokens = sum(min(draw.length, self._rows.row_tokens) for draw in kept)
         self._state, self._done = planned.state, planned.done
         encoded = {position: one for position, one in samples.items() if not isinstance(one, Refused)}
         rows = [[draw for draw in row if draw.position not in refused] for row in encoding.rows]
@@ -227,7 +196,7 @@ class Loader:
             step=planned.step,
             epoch=planned.epoch,
             tokens=tokens,
-            fill=tokens / (len(planned.rows) * self._row_tokens),
+            fill=tokens / (len(planned.rows) * self._rows.row_tokens),
             samples=len(kept),
             wait_s=self._clock.seconds,
             prepared=ready.prepared if unchanged else self._steps.prepared(rows_of_samples),
@@ -246,9 +215,8 @@ class Loader:
         """Have this data rank's rows encoded; their texts come from the ranks that keep them."""
         num_ranks = self._mesh.data_world_size
         # From lengths alone, which are in the state: the same on every rank and after a resume.
-        costs = [
-            self._cost.of_lengths([min(d.length, self._row_tokens) for d in row]) for row in planned.rows
-        ]
+        cost, limit = self._rows.cost, self._rows.row_tokens
+        costs = [cost.of_lengths([min(draw.length, limit) for draw in row]) for row in planned.rows]
         rows_of = [[planned.rows[number] for number in of_rank] for of_rank in level_rows(costs, num_ranks)]
         texts = self._texts.deliver([[draw for row in rows for draw in row] for rows in rows_of])
         rows = rows_of[self._mesh.data_rank]
@@ -333,12 +301,8 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the step where `state` was taken; all ranks do this together, before the first step."""
-        error: Exception | None = None
-        try:
+        with raised_by_all(self._group):
             self._load(state)
-        except Exception as problem:
-            error = problem
-        agree(self._group, error)
         check_alike(self._group, {"state": hashlib.sha256(json.dumps(state).encode()).hexdigest()})
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -347,8 +311,7 @@ class Loader:
         if state.get("format", 1) != STATE_FORMAT:
             raise ValueError(
                 f"the loader's state has format {state.get('format', 1)}, this version of seqbraid reads "
-                f"{STATE_FORMAT}: the two draw the samples of an epoch in another order; finish the run with "
-                "the version that it began with, or start a new one"
+                f"{STATE_FORMAT}; finish the run with the version that it began with, or start a new one"
             )
         for name, value in self._settings.items():
             saved = state["settings"][name]
@@ -358,7 +321,8 @@ class Loader:
                     "goes on with the data and settings it began with"
                 )
         self._left_out.load_state_dict(state["left_out"])
-        if self._on_bad_sample == "skip":  # what is bad stays so in a run, even if it is mended meanwhile
+        # What is bad stays so in a run, even if it is mended meanwhile.
+        if self._rows.on_bad_sample == "skip":
             self._measuring.know_bad(self._left_out.measured_bad)
         self._planner.load_state_dict(state["planner"])
         self._state = state["planner"]

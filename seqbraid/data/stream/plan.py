@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...layout.streaming import OverLong, StreamingPacker
+from ...layout.packing import CostModel
+from ...layout.streaming import StreamingPacker
 from .order import SampleOrder
 
+OverLong = Literal["error", "truncate", "drop"]
 OnBadSample = Literal["error", "skip"]
 BAD = -1
 """The length of a sample that cannot be used."""
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What decides, with the source, which samples are in which row of which step."""
+
+    row_tokens: int
+    """The most tokens of a row."""
+    rows_per_step: int
+    """Rows of the whole job's step; the last step of a run may have fewer."""
+    epochs: int | None = None
+    """How often each sample is drawn; None: without end."""
+    seed: int = 0
+    shuffle: bool = True
+    """Draw the samples of an epoch in random order."""
+    buffer_size: int = 1024
+    """Samples at hand for the packer."""
+    over_long: OverLong = "error"
+    """What happens to a sample longer than a row."""
+    on_bad_sample: OnBadSample = "error"
+    """`error` raises on all ranks for the first one, `skip` leaves it out and reports it."""
+    cost: CostModel = field(default_factory=CostModel)
+    """Estimates what a row costs, the same on every rank; the rows of a step are levelled by it."""
+
+    def check(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.rows_per_step < 1:
+            raise ValueError(f"rows_per_step={self.rows_per_step} must be at least 1")
+        for name, choices in (("over_long", get_args(OverLong)), ("on_bad_sample", get_args(OnBadSample))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
+
+    @property
+    def in_state(self) -> dict[str, Any]:
+        """What a run that goes on must have as before."""
+        names = ("seed", "shuffle", "row_tokens", "rows_per_step", "buffer_size", "over_long")
+        return {name: getattr(self, name) for name in names}
 
 
 class Measured(NamedTuple):
@@ -80,16 +119,12 @@ class _Stream:
         order: SampleOrder,
         measure: Callable[[int], Sequence[Measured]],
         where: Callable[[int], str],
-        row_tokens: int,
-        over_long: OverLong,
-        on_bad_sample: OnBadSample,
+        options: RowOptions,
     ) -> None:
         self._order = order
         self._measure = measure
         self._where = where
-        self._row_tokens = row_tokens
-        self._over_long = over_long
-        self._on_bad_sample = on_bad_sample
+        self._options = options
         self._window: list[Measured] = []  # measured samples from `position` on, the next one last
         self.position = 0
         self._usable = 0  # samples of this epoch that went into rows
@@ -125,28 +160,30 @@ class _Stream:
     def _judge(self, draw: Draw, reason: str) -> Draw | None:
         if draw.length == BAD:
             where = self._where(draw.sample)
-            if self._on_bad_sample == "error":
+            if self._options.on_bad_sample == "error":
                 raise ValueError(f"{where}: {reason}")
             if draw.sample not in self.reported:
                 self.reported.add(draw.sample)
                 self.bad.append(BadSample(draw.sample, where, reason))
             return None
-        if draw.length <= self._row_tokens:
+        row_tokens, over_long = self._options.row_tokens, self._options.over_long
+        if draw.length <= row_tokens:
             return draw
-        if self._over_long == "error":
+        if over_long == "error":
             raise ValueError(
-                f"{self._where(draw.sample)}: {draw.length} tokens, but a row holds {self._row_tokens}; use "
+                f"{self._where(draw.sample)}: {draw.length} tokens, but a row holds {row_tokens}; use "
                 f"over_long='truncate' or 'drop', or row_tokens >= {draw.length}"
             )
         self.lost.append(draw)
-        return draw if self._over_long == "truncate" else None
+        return draw if over_long == "truncate" else None
 
     def _end_epoch(self) -> None:
         if not self._usable:  # an endless stream would be searched for ever
             bad = ", ".join(f"{bad.where}: {bad.reason}" for bad in self.bad[:3])
             raise ValueError(
                 f"none of the {self._order.num_samples} samples can be used: {len(self.reported)} are bad, "
-                f"the others longer than row_tokens={self._row_tokens}" + (f" ({bad}, …)" if bad else "")
+                f"the others longer than row_tokens={self._options.row_tokens}"
+                + (f" ({bad}, …)" if bad else "")
             )
         self._usable = self._left_out = 0
 
@@ -167,7 +204,7 @@ class StepPlanner:
     >>> lengths = [6, 3, 5, 2]
     >>> order = SampleOrder(4, shuffle=False, epochs=1)
     >>> planner = StepPlanner(
-    ...     order, lambda position: [Measured(position, lengths[position])], row_tokens=8, rows_per_step=2
+    ...     order, lambda position: [Measured(position, lengths[position])], RowOptions(8, rows_per_step=2)
     ... )
     >>> [sorted(draw.length for draw in row) for row in planner.next_step().rows]
     [[2, 6], [3, 5]]
@@ -179,30 +216,19 @@ class StepPlanner:
         self,
         order: SampleOrder,
         measure: Callable[[int], Sequence[Measured]],
-        *,
-        row_tokens: int,
-        rows_per_step: int,
-        buffer_size: int = 1024,
-        over_long: OverLong = "error",
-        on_bad_sample: OnBadSample = "error",
+        options: RowOptions,
         where: Callable[[int], str] = "sample {}".format,
     ) -> None:
-        if rows_per_step < 1:
-            raise ValueError(f"rows_per_step={rows_per_step} must be at least 1")
-        if over_long not in get_args(OverLong):
-            raise ValueError(f"over_long={over_long!r} must be one of {get_args(OverLong)}")
-        if on_bad_sample not in get_args(OnBadSample):
-            raise ValueError(f"on_bad_sample={on_bad_sample!r} must be one of {get_args(OnBadSample)}")
+        options.check()
         self._order = order
-        self._rows_per_step = rows_per_step
-        self._stream = _Stream(order, measure, where, row_tokens, over_long, on_bad_sample)
+        self._rows_per_step = options.rows_per_step
+        self._stream = _Stream(order, measure, where, options)
         # What is too long is judged by the stream, which can name it: the packer sees lengths that fit.
         self._packer = StreamingPacker[Draw](
-            row_tokens,
-            lambda draw: min(draw.length, row_tokens),
-            buffer_size,
-            "error",
-            order.seed,
+            options.row_tokens,
+            lambda draw: min(draw.length, options.row_tokens),
+            options.buffer_size,
+            options.seed,
             epoch=lambda draw: order.epoch(draw.position),
         )
         self._rows: Iterator[list[Draw]] | None = None
@@ -249,7 +275,6 @@ class StepPlanner:
         """JSON-able state after the last step; it does not grow with the stream."""
         packer = self._packer.state_dict()
         del packer["source"]  # it is given separately, also at the end of the stream
-        packer["report"]["over_long"] = []  # as it is, for JSON has no tuples
         packer["waiting"], *packer["planned"] = [
             [{**sample, "item": list(sample["item"])} for sample in row]
             for row in (packer["waiting"], *packer["planned"])

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...layout.streaming import truncate_sample
+from ...layout.labels import num_targets
 from .plan import BAD, Draw, Measured
 from .texts import compact
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..records.source import Source
 
 LONGEST = 2**31 - 1
-IGNORE = -100
+CAN_BE_CUT = ("input_ids", "labels", "attention_mask")
 
 
 class Encoder(Protocol):
@@ -32,7 +32,7 @@ class Encoder(Protocol):
 
 
 @runtime_checkable
-class MediaEncoder(Protocol):
+class SharesMedia(Protocol):
     """An encoder that can leave the media of other ranks undecoded; see `SampleEncoder`."""
 
     def measure(self, record: Any) -> tuple[int, list[float]]: ...
@@ -41,7 +41,7 @@ class MediaEncoder(Protocol):
 
 
 @runtime_checkable
-class TextEncoder(Protocol):
+class KeepsText(Protocol):
     """An encoder that need not be asked twice for a sample without media."""
 
     def encode_text(self, record: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
@@ -140,10 +140,10 @@ class Tasks:
 
     def _measured(self, sample: int) -> Measured:
         record, costs = self.source[sample], list[float]()
-        text = self.encoder.encode_text(record) if isinstance(self.encoder, TextEncoder) else None
+        text = self.encoder.encode_text(record) if isinstance(self.encoder, KeepsText) else None
         if text is not None:
             length = len(text[0])
-        elif self.num_ranks > 1 and isinstance(self.encoder, MediaEncoder):
+        elif self.num_ranks > 1 and isinstance(self.encoder, SharesMedia):
             length, costs = self.encoder.measure(record)
         else:
             length = operator.index(self.encoder.length(record))
@@ -157,7 +157,7 @@ class Tasks:
         draw, media_ranks = wanted
         record = self.source[draw.sample]
         if media_ranks:
-            assert isinstance(self.encoder, MediaEncoder)
+            assert isinstance(self.encoder, SharesMedia)
             sample = dict(self.encoder.encode(record, media_ranks, self.rank))
         else:
             sample = dict(self.encoder.encode(record))
@@ -186,13 +186,13 @@ def text_sample(text_2T: Tensor, length: int, row_tokens: int) -> dict[str, Any]
 
 
 def _cut(sample: dict[str, Any], row_tokens: int) -> dict[str, Any] | Refused:
-    sample = truncate_sample(sample, row_tokens)
-    if not has_targets(sample):
+    for key in sample:
+        if key not in CAN_BE_CUT:
+            raise ValueError(
+                f"cannot truncate a sample with the key {key!r}, only {', '.join(CAN_BE_CUT)}: a cut could "
+                "take placeholders and leave their media; use over_long='drop'"
+            )
+    sample = {key: value[:row_tokens] for key, value in sample.items()}
+    if not num_targets(sample.get("labels", sample["input_ids"])):
         return Refused(f"no label is among its first {row_tokens} tokens", cut_short=True)
     return sample
-
-
-def has_targets(sample: Mapping[str, Any]) -> bool:
-    """Whether a sample has a label that a token before it can predict."""
-    labels = sample.get("labels", sample["input_ids"])
-    return bool((labels[1:] != IGNORE).any())

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -24,6 +25,7 @@ import torch
 
 from .parcel import Parcel, receive
 from .tasks import Tasks
+from .texts import TEXT_BYTES
 
 FOR_THE_RUN = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
@@ -34,6 +36,27 @@ START_S = 120.0
 """What a worker has at least until its first sample: it imports what its encoder needs."""
 NO_SAMPLE = -1
 TASKS_AT_HAND = 2  # of a worker: one that it does, one to go on with while its answer is read
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What is done ahead of the step that is trained on, and by how many processes."""
+
+    workers: int = 0
+    """Processes per rank; 0 encodes in this process, when a step is asked for."""
+    prefetch_steps: int = 2
+    """Steps that are encoded ahead."""
+    sample_limit_s: float | None = None
+    """Seconds that a worker may be at one sample; for ever when left out."""
+    text_bytes: int = TEXT_BYTES
+    """What a rank keeps at most of texts that were tokenized when they were measured, until they are drawn;
+    samples beyond it are tokenized again."""
+
+    def check(self) -> None:
+        """Refuse what cannot be meant."""
+        for name in ("workers", "prefetch_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
 class Result(Protocol):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layout.labels import IGNORE
 from ..media_tokens import AUDIO, TEXT, VIDEO, audio_tokens, media_config, num_media_tokens, token_types
 
 ITEMS = {"vision": ("image", "video"), "omni": ("image", "video", "audio", "video with audio")}
@@ -122,8 +123,8 @@ class _Writer:
     def sample(self, use_audio_in_video: bool) -> dict[str, Any]:
         ids = torch.tensor(self.ids)
         types = token_types(ids, self.config)
-        labels = torch.where(types == TEXT, ids, -100)
-        labels[1 : self.chance.randint(0, len(ids) // 2)] = -100  # the first is asked of no token
+        labels = torch.where(types == TEXT, ids, IGNORE)
+        labels[1 : self.chance.randint(0, len(ids) // 2)] = IGNORE  # the first is asked of no token
         sample: dict[str, Any] = {"input_ids": ids, "labels": labels}
         if self.images:
             sample["image_grid_thw"] = torch.tensor(self.images)

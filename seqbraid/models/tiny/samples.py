@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ...layout.labels import IGNORE
+
 LENGTHS = (1, 2, 63, 64, 65, 130, 257)
 """One token, two, and lengths around the chunk of the gated delta rule."""
 
@@ -24,10 +26,10 @@ def random_samples(
         ids = torch.randint(0, vocab_size, (length,), generator=generator)
         labels = ids.clone()
         if ignored != "none":
-            labels[: length // 3] = -100
-            labels[torch.rand(length, generator=generator) < 0.2] = -100
+            labels[: length // 3] = IGNORE
+            labels[torch.rand(length, generator=generator) < 0.2] = IGNORE
         labels[0] = ids[0]  # asked of no token: the one before it is another sample's
         if ignored == "whole" and number % 2:
-            labels[:] = -100
+            labels[:] = IGNORE
         samples.append({"input_ids": ids, "labels": labels})
     return samples

@@ -30,7 +30,7 @@ from .index import DTYPES, Index, check_index, check_tensors, rank_file, rank_ke
 from .job import CheckpointError, Failed, Job, Published
 from .publish import name_best, publish_on_leaving, publish_written, recover, write_part
 from .read import fill_tensors
-from .stage import HostMemory, stage_tensors
+from .stage import StagingMemory, stage_tensors
 from .state import check_json, model_tensors, optimizer_state_for, optimizer_tensors
 
 _RUNNING, _DONE, _FAILED, _BROKEN = range(4)
@@ -75,7 +75,7 @@ class Checkpoints:
         self._events: list[Published | Failed] = []
         self._loading: set[str] = set()
         self._made_folder = False
-        self._memory = HostMemory()
+        self._memory = StagingMemory()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(

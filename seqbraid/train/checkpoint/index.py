@@ -15,20 +15,14 @@ import torch
 from torch import Tensor
 
 DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+}  # fmt: skip
+"""What safetensors calls torch's dtypes."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Index = dict[str, dict[str, Any]]
 """Key to `{"dtype": "F32", "shape": [...], "chunks": [[file, offsets, sizes], ...]}`."""
@@ -89,7 +83,7 @@ def check_tensors(tensors: Mapping[str, Tensor], index: Index, prefixes: Sequenc
         entry = index[key]
         if list(tensor.shape) != entry["shape"]:
             raise ValueError(f"{key} has shape {list(tensor.shape)}; the checkpoint's is {entry['shape']}")
-        if NAMES.get(tensor.dtype) != entry["dtype"]:
+        if DTYPE_NAMES.get(tensor.dtype) != entry["dtype"]:
             raise ValueError(
                 f"{key} is {tensor.dtype}, in the checkpoint {DTYPES[entry['dtype']]}: build the model with "
                 "the dtype of the run that saved it"

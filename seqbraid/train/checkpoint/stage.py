@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from .index import NAMES
+from .index import DTYPE_NAMES
 from .read import alone
 
 
@@ -69,12 +69,12 @@ class AlonePlanner(DefaultSavePlanner):
         return turn % copies == place
 
 
-class HostMemory:
+class StagingMemory:
     """Bytes on the host that live as long as this object, page-locked where tensors come from a GPU."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._unpin: weakref.finalize[..., HostMemory] | None = None
+        self._unpin: weakref.finalize[..., StagingMemory] | None = None
 
     def reserve(self, size: int, for_gpu: bool) -> Tensor:
         """The first `size` bytes; what was there is lost."""
@@ -99,7 +99,7 @@ class StageWriter(StorageWriter):
     After the save, `header` and `payload` are the file.
     """
 
-    def __init__(self, memory: HostMemory) -> None:
+    def __init__(self, memory: StagingMemory) -> None:
         self.memory = memory
         self.header = b""
         self.payload: memoryview = memoryview(b"")
@@ -168,12 +168,14 @@ class StageWriter(StorageWriter):
 
 
 def _dtype_name(key: str, dtype: torch.dtype) -> str:
-    if dtype not in NAMES:
-        raise ValueError(f"{key} is {dtype}; a checkpoint holds {', '.join(NAMES.values())}")
-    return NAMES[dtype]
+    if dtype not in DTYPE_NAMES:
+        raise ValueError(f"{key} is {dtype}; a checkpoint holds {', '.join(DTYPE_NAMES.values())}")
+    return DTYPE_NAMES[dtype]
 
 
-def stage_tensors(tensors: dict[str, Tensor], memory: HostMemory, rank: int, world_size: int) -> StageWriter:
+def stage_tensors(
+    tensors: dict[str, Tensor], memory: StagingMemory, rank: int, world_size: int
+) -> StageWriter:
     """Copy this rank's parts of all tensors to host memory."""
     writer = StageWriter(memory)
     with alone():

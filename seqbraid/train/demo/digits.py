@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from ...layout.labels import IGNORE
 from ...layout.streaming import StreamingPacker
 
 IMAGE_SIDE = 8
@@ -72,7 +73,7 @@ def make_sample(digits: Digits) -> Sample:
     num_digits = len(digits)
     around = torch.tensor([VISION_START, *[IMAGE] * IMAGE_TOKENS, VISION_END]).expand(num_digits, -1)
     ids_ND = torch.cat([around, digits.labels[:, None]], dim=1)
-    labels_ND = torch.full_like(ids_ND, -100)
+    labels_ND = torch.full_like(ids_ND, IGNORE)
     labels_ND[:, -1] = digits.labels
     return {
         "input_ids": ids_ND.flatten(),
@@ -118,7 +119,7 @@ def held_out_rows(digits: Digits, row_tokens: int) -> list[list[Sample]]:
 def predicted_digits(logits: Iterable[Tensor], samples: Iterable[Sample]) -> Tensor:
     """What each sample's `[T, V]` logits say before every digit."""
     found = [
-        logits_TV[:-1][sample["labels"][1:] != -100].argmax(dim=1)
+        logits_TV[:-1][sample["labels"][1:] != IGNORE].argmax(dim=1)
         for logits_TV, sample in zip(logits, samples, strict=True)
     ]
     return torch.cat(found)

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from ...comm.rendezvous import join_on_cpu
 from ...data.pack import pack
 from ...distributed.api import parallelize
+from ...layout.labels import IGNORE
 from ...mesh import Mesh
 from ...models.braided import BraidedModel
 from ...models.step import forward_backward
@@ -142,8 +143,8 @@ def train_alone(settings: Settings, backwards: bool) -> Trained:
 
 def stock_backward(model: PreTrainedModel, samples: Sequence[Sample]) -> float:
     """The gradient of the mean loss per digit, sample after sample; gives that loss."""
-    targets = [F.pad(sample["labels"][1:], (0, 1), value=-100) for sample in samples]
-    count = sum(int((target != -100).sum()) for target in targets)
+    targets = [F.pad(sample["labels"][1:], (0, 1), value=IGNORE) for sample in samples]
+    count = sum(int((target != IGNORE).sum()) for target in targets)
     total = 0.0
     for sample, target in zip(samples, targets, strict=True):
         loss = F.cross_entropy(stock_logits(model, sample), target, reduction="sum") / count

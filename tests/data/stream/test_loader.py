@@ -22,7 +22,7 @@ from seqbraid import Mesh
 from seqbraid.data.stream.loader import Loader, StepData
 from seqbraid.layout.packing import CostModel
 from tests.helpers import ranks
-from tests.helpers.toy import ListSource, ToyEncoder, ids, records
+from tests.helpers.toy import ListSource, ToyEncoder, ids, make_loader, records
 
 MESHES = [{"dp_shard": 2}, {"ring": 2}, {"dp_shard": 2, "ring": 2}]
 FATES = {3: "bad", 11: "not json", 17: "body", 20: "lie", 30: "media"}
@@ -30,7 +30,7 @@ FATES = {3: "bad", 11: "not json", 17: "body", 20: "lie", 30: "media"}
 
 def loader(mesh: Mesh | None = None, source: list[dict[str, Any]] | None = None, **options: Any) -> Loader:
     settings: dict[str, Any] = {"row_tokens": 32, "rows_per_step": 3, "buffer_size": 8, "epochs": 2}
-    return Loader(ListSource(source or records(37)), ToyEncoder, mesh or Mesh(), **{**settings, **options})
+    return make_loader(ListSource(source or records(37)), ToyEncoder, mesh, **{**settings, **options})
 
 
 def told(step: StepData) -> tuple[Any, ...]:
@@ -183,7 +183,10 @@ def test_a_state_of_other_data_or_settings_is_refused() -> None:
     one = loader()
     next(one)
     state = one.state_dict()
-    with pytest.raises(ValueError, match=r"format 1, this version of seqbraid reads 2: .* another order"):
+    with pytest.raises(
+        ValueError,
+        match="format 1, this version of seqbraid reads 3; finish the run with the version",
+    ):
         loader().load_state_dict({key: value for key, value in state.items() if key != "format"})
     for options, message in [
         ({"seed": 1}, "seed=0 but this loader has seed=1"),
@@ -197,7 +200,7 @@ def test_a_state_of_other_data_or_settings_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             loader(**options).load_state_dict(state)
     edited = ListSource(records(37), fingerprint="as many other records")
-    other = Loader(edited, ToyEncoder, Mesh(), row_tokens=32, rows_per_step=3, buffer_size=8, epochs=2)
+    other = make_loader(edited, ToyEncoder, Mesh(), row_tokens=32, rows_per_step=3, buffer_size=8, epochs=2)
     with pytest.raises(ValueError, match="source='toy' but this loader has source='as many other records'"):
         other.load_state_dict(state)
     with pytest.raises(RuntimeError, match="has begun already"):
@@ -273,7 +276,7 @@ def test_a_source_of_which_nothing_can_be_used_is_an_error() -> None:
         with pytest.raises(ValueError, match=message):
             list(loader(source=source, on_bad_sample="skip", epochs=None))
     with pytest.raises(ValueError, match="the source is empty"):
-        Loader(ListSource([]), ToyEncoder, Mesh(), row_tokens=8, rows_per_step=1)
+        make_loader(ListSource([]), ToyEncoder, Mesh(), row_tokens=8, rows_per_step=1)
 
 
 def test_a_step_says_where_its_samples_are_from_without_those_that_were_skipped() -> None:
@@ -311,9 +314,24 @@ def test_over_long_text_is_cut_and_over_long_media_are_bad() -> None:
     assert sorted(samples) == [0, 1, 2, 3, 4, 6, 7]
     assert samples[2]["labels"].tolist() == list(range(32))
     assert cut.bad.count == 1
-    assert "cannot truncate a sample with the key 'pixel_values'" in cut.bad.first[0].reason
+    assert (
+        "cannot truncate a sample with the key 'pixel_values', only input_ids, labels, attention_mask: a cut "
+        "could take placeholders and leave their media; use over_long='drop'"
+    ) in cut.bad.first[0].reason
     assert (cut.over_long.count, cut.over_long.tokens_lost) == (2, 18 + 8)
     assert sum(step.tokens for step in steps) == sum(min(32, r["n"]) for r in source if r["id"] != 5)
+
+
+def test_a_flood_of_over_long_samples_is_counted_but_not_listed(caplog: pytest.LogCaptureFixture) -> None:
+    source = [record | {"n": 40} if record["id"] % 2 else record for record in records(37)]
+    for over_long, said, lost in (("truncate", "cut it", 8), ("drop", "dropped it", 40)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            one = loader(source=source, over_long=over_long)
+            list(one)
+        assert (one.over_long.count, one.over_long.tokens_lost) == (36, 36 * lost)
+        told_of = [text for text in caplog.messages if f": 40 tokens, but a row holds 32: {said}" in text]
+        assert len(told_of) == 10 and told_of[-1].endswith("further ones are only counted")
 
 
 def test_what_is_cut_before_its_first_label_is_left_out_and_counted_on_any_mesh(
@@ -393,7 +411,7 @@ class SlowAtFirst(ToyEncoder):
 
 
 def test_a_step_waits_for_its_own_samples_alone() -> None:
-    slow = Loader(ListSource(records(37)), SlowAtFirst, Mesh(), row_tokens=32, rows_per_step=3, epochs=2)
+    slow = make_loader(ListSource(records(37)), SlowAtFirst, Mesh(), row_tokens=32, rows_per_step=3, epochs=2)
     start = monotonic()
     waits = [step.wait_s for step in slow]
     assert 0.2 <= sum(waits) <= monotonic() - start
@@ -447,8 +465,12 @@ def test_errors_in_workers_are_told_apart() -> None:
         next(bug)
     bug.close()
     with pytest.raises(ValueError, match="must be picklable"):
-        Loader(ListSource(records(5)), lambda: ToyEncoder(), Mesh(), row_tokens=8, rows_per_step=1, workers=1)
-    no_encoder = Loader(ListSource(records(5)), Failing, Mesh(), row_tokens=32, rows_per_step=1, workers=1)
+        make_loader(
+            ListSource(records(5)), lambda: ToyEncoder(), Mesh(), row_tokens=8, rows_per_step=1, workers=1
+        )
+    no_encoder = make_loader(
+        ListSource(records(5)), Failing, Mesh(), row_tokens=32, rows_per_step=1, workers=1
+    )
     with pytest.raises(RuntimeError, match="no tokenizer here"):
         next(no_encoder)
     no_encoder.close()
@@ -467,8 +489,7 @@ def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
 ORPHANS = """
 import os, sys, time
 from seqbraid import Mesh
-from seqbraid.data.stream.loader import Loader
-from tests.helpers.toy import ListSource, ToyEncoder, records
+from tests.helpers.toy import ListSource, ToyEncoder, make_loader, records
 
 class Slow(ToyEncoder):
     def encode(self, record):
@@ -479,7 +500,7 @@ class Slow(ToyEncoder):
 
 if __name__ == "__main__":
     source = ListSource(records(64))
-    loader = Loader(source, Slow, Mesh(), row_tokens=32, rows_per_step=2, workers=2, epochs=None)
+    loader = make_loader(source, Slow, Mesh(), row_tokens=32, rows_per_step=2, workers=2, epochs=None)
     for step in loader:
         pass
 """

@@ -22,7 +22,7 @@ from seqbraid.data.stream.tasks import Tasks, Unmeasured
 from seqbraid.data.stream.texts import Texts
 from seqbraid.models.tiny.media import MEDIA_FAMILIES
 from tests.helpers import ranks
-from tests.helpers.toy import ListSource, ToyEncoder, ids, records
+from tests.helpers.toy import ListSource, ToyEncoder, ids, make_loader, records
 
 from .test_shared_media import encoder_for, record
 
@@ -62,7 +62,7 @@ def loader(mesh: Mesh, notes: Path | None, source: list[dict[str, Any]], **optio
     """One that keeps texts; without notes one whose encoder does not tell of them."""
     settings: dict[str, Any] = {"row_tokens": ROW, "rows_per_step": 3, "buffer_size": 8, "epochs": 1}
     make = ToyEncoder if notes is None else partial(TextToy, notes)
-    return Loader(ListSource(source), make, mesh, on_bad_sample="skip", **{**settings, **options})
+    return make_loader(ListSource(source), make, mesh, on_bad_sample="skip", **{**settings, **options})
 
 
 def told(step: StepData, mine: Loader) -> Any:
@@ -253,7 +253,7 @@ def counted_on_a_rank(axes: dict[str, int], family: str) -> tuple[int, list[list
     encoder.tokenizer = copy.copy(encoder.tokenizer)
     encoder.tokenizer.__class__ = Noted
     source = ListSource([{**said(number), "fate": ""} for number in range(40)])
-    mine = Loader(source, lambda: encoder, Mesh(**axes), row_tokens=200, rows_per_step=2, epochs=1)
+    mine = make_loader(source, lambda: encoder, Mesh(**axes), row_tokens=200, rows_per_step=2, epochs=1)
     rows = [[sample["input_ids"].tolist() for sample in row] for step in mine for row in step.rows]
     return len(calls), rows
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqbraid.data.stream.order import SampleOrder
-from seqbraid.data.stream.plan import BAD, Measured, PlannedStep, StepPlanner
+from seqbraid.data.stream.plan import BAD, Measured, PlannedStep, RowOptions, StepPlanner
 from tests.helpers.toy import records
 
 LENGTHS = [record["n"] for record in records(37)]
@@ -42,8 +42,8 @@ def planner(
     **options: Any,
 ) -> StepPlanner:
     order = SampleOrder(len(lengths), seed, shuffle, epochs)
-    settings = {"row_tokens": 32, "rows_per_step": 3, "buffer_size": 8, **options}
-    return StepPlanner(order, measured(order, lengths, window), **settings)
+    settings = {"row_tokens": 32, "rows_per_step": 3, "buffer_size": 8, "seed": seed, **options}
+    return StepPlanner(order, measured(order, lengths, window), RowOptions(**settings))
 
 
 def steps(of: StepPlanner) -> Iterator[PlannedStep]:

@@ -19,7 +19,7 @@ from seqbraid.models.media import MediaInput
 from seqbraid.models.tiny.media import MEDIA_FAMILIES
 from tests.helpers import ranks
 from tests.helpers.media import write_good
-from tests.helpers.toy import ListSource
+from tests.helpers.toy import ListSource, make_loader
 
 pytest.importorskip("PIL")
 pytest.importorskip("soundfile")
@@ -115,7 +115,9 @@ def load(root: Path, sizes: dict[str, int], family: str, files: list[tuple[str, 
 
         object.__setattr__(encoder.media.files, kind, noted)
     source = ListSource([record(*names) for names in files])
-    loader = Loader(source, lambda: encoder, mesh, row_tokens=512, rows_per_step=1, shuffle=False, epochs=1)
+    loader = make_loader(
+        source, lambda: encoder, mesh, row_tokens=512, rows_per_step=1, shuffle=False, epochs=1
+    )
     batches = [sb.pack(row, encoder.config, mesh) for step in loader for row in step.rows if row]
     own = [[media.item[:3] for media in batch.media.own] for batch in batches if batch.media is not None]
     return [decoded, own, [batch.fingerprint for batch in batches]]
@@ -145,7 +147,7 @@ def load_in_two_runs(root: Path, files: list[tuple[str, ...]], stop: int) -> lis
 
     def loader() -> Loader:
         settings = {"row_tokens": 100, "rows_per_step": 1, "buffer_size": 6, "epochs": 1}
-        return Loader(source, lambda: encoder, mesh, **settings)  # type: ignore[arg-type]
+        return make_loader(source, lambda: encoder, mesh, **settings)  # type: ignore[arg-type]
 
     first, second = loader(), loader()
     rows = [row for _ in range(stop) for row in next(first).rows]

@@ -15,7 +15,7 @@ from seqbraid.comm.whereabouts import Stopped, Whereabouts
 from seqbraid.data.stream.loader import Loader
 from seqbraid.mesh import Mesh
 from tests.data.stream.test_loader import data_workers
-from tests.helpers.toy import ListSource, ToyEncoder, ids, records
+from tests.helpers.toy import ListSource, ToyEncoder, ids, make_loader, records
 
 FATE = "endless"
 
@@ -30,7 +30,7 @@ class Endless(ToyEncoder):
 
 
 def loader(fates: dict[int, str], where: Whereabouts | None = None, limit_s: float | None = 1.0) -> Loader:
-    return Loader(
+    return make_loader(
         ListSource(records(400, fates)), Endless, Mesh(), row_tokens=32, rows_per_step=2, workers=2,
         epochs=1, shuffle=False, sample_limit_s=limit_s, buffer_size=16, where=where,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The media encoders of a stock model, fed with whole items.
+"""The media towers of a stock model, fed with whole items.
 
 Letters: R feature rows, D hidden size of the decoder, L levels of DeepStack.
 """
@@ -17,7 +17,7 @@ from .media import MediaInput
 from .parts import ModelParts
 
 
-class Encoders:
+class Towers:
     """The vision tower and, where there is one, the audio tower of a media model."""
 
     def __init__(self, parts: ModelParts) -> None:

@@ -1,0 +1,33 @@
+"""The label mask of a sample: which tokens the loss covers, and what predicts them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORE = -100
+"""The label of a token that the loss does not cover, as transformers and torch have it."""
+
+
+def targets_of(labels_T: Tensor) -> Tensor:
+    """What each token is to predict: the label of the next one, and nothing for the last of the sample.
+
+    >>> import torch
+    >>> targets_of(torch.tensor([5, -100, 7])).tolist()
+    [-100, 7, -100]
+    """
+    targets_T = labels_T.roll(-1)
+    targets_T[-1] = IGNORE
+    return targets_T
+
+
+def num_targets(labels_T: Tensor) -> int:
+    """How many tokens of a sample the loss covers: the first one has none before it that could predict it.
+
+    >>> import torch
+    >>> num_targets(torch.tensor([5, -100, 7]))
+    1
+    """
+    return int((labels_T[1:] != IGNORE).sum())
