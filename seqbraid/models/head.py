@@ -35,7 +35,7 @@ def check_plain(head: nn.Linear, name: str) -> None:
     if "weight" not in head._parameters:
         raise ValueError(
             f"the weight of the head of {name} is computed from other parameters (by a parametrization "
-            "of torch's, for example); the loss reads the head's weight: only a plain linear head is supported"
+            "of torch's, for example); the loss reads the head's weight: only a plain linear head can be used"
         )
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     # A sharded head has those that gather its weight, for calls such as the loss's.

@@ -14,7 +14,7 @@ def lost_reasoning(turns: int) -> str:
     """Said once in a run, with the count so far."""
     return (
         f"the chat template leaves out the reasoning of {turns:,} assistant turns read so far, so the loss "
-        "covers these turns without it. Most templates keep it only behind the last question: give one sample "
+        "covers these turns without it. Most templates keep it only behind the last question: give a sample "
         "per question, or a template that keeps all of it"
     )
 
