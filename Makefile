@@ -50,10 +50,11 @@ bench: $(READY)
 models: $(READY)
 	$(BIN)/python -W ignore -m tests.models.table --docs docs/models.md
 
-# Kills ranks at random moments, twenty times of each kind, and looks whether the resumed runs are bit for bit right.
+# Kills ranks at random moments, twenty times of each kind, and disturbs runs in other ways, ten times of each: looks
+# whether the resumed runs are bit for bit right.
 chaos: $(READY)
 	$(BIN)/python -m tests.train.chaos --trials 20
-	$(BIN)/python -m tests.train.chaos --trials 10 --kinds int,hup,usr1,shard,full,twins
+	$(BIN)/python -m tests.train.chaos --trials 10 --kinds int,hup,usr1,worker,shard,full,twins,host
 
 # Two hundred short runs on 2 and 4 ranks, each of which must end with status 0.
 soak: $(READY)

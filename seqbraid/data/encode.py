@@ -59,6 +59,10 @@ class SampleEncoder:
         self.media_ids = self._checked_ids()
         self.ignored_keys = check_ignored(ignore_keys)
         self.media = MediaReader(processor, self.family, media, _media_options(options))
+        self.without_reasoning = 0
+        """Of the record that was encoded or measured last: turns that are learnt without their reasoning,
+        since the chat template leaves it out.
+        """
 
     def length(self, record: Any) -> int:
         """How many tokens `encode` makes of a record; of its media only the headers are read."""
@@ -96,7 +100,9 @@ class SampleEncoder:
         return sample | self.media.decode(items, is_own) | {"media_ranks": list(media_ranks)}
 
     def _text(self, conversation: Conversation, items: MediaItems) -> _Text:
+        self.without_reasoning = 0
         rendered = self.chat.render(conversation)
+        self.without_reasoning = rendered.without_reasoning
         places = self.placeholders.find(rendered.text, [ref.kind for ref in conversation.media])
         expanded = self._expanded(rendered.text, places, items)
         tokens = self.tokenizer(

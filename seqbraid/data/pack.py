@@ -100,7 +100,7 @@ def build_row(
 
     `rank` is the one whose media the samples hold, where they say who encodes what.
     """
-    if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
+    if isinstance(samples, Mapping | Tensor) or not isinstance(samples, Iterable):
         raise ValueError(
             f"pack takes a list of samples, not {type(samples).__name__}; "
             + ("put the one sample into a list" if isinstance(samples, Mapping) else "each sample is a dict")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +62,11 @@ class Adapter:
         self.model = model
         self.config = model.config.get_text_config()
         self.name = type(model).__name__
+        if MARK in vars(model):  # first of all: what is sharded would be gathered by the calls below
+            raise ValueError(
+                f"this {self.name} is parallelized already; call release() on what parallelize gave before "
+                "it is parallelized again"
+            )
         self.stock_attention: str = self.config._attn_implementation
         self._check_config()  # first, as a kind of layers says more than where they are
         self.parts = ModelParts.of(model)
@@ -71,7 +76,8 @@ class Adapter:
         self._router_is_known = False
         self._bound: list[nn.Module] = []
         self._check_mixers()
-        _check_embeddings(model)
+        self._embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        _check_embeddings(self._embeddings, self.name)
         check_nothing_around(model, self.decoder, self.head)
 
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
@@ -90,11 +96,6 @@ class Adapter:
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""
-        if MARK in vars(self.model):
-            raise ValueError(
-                f"this {self.name} is parallelized already; call release() on what parallelize gave before "
-                "it is parallelized again"
-            )
         self._set_attention(attention.NAME)
         if self.config._attn_implementation != attention.NAME:
             raise ValueError(
@@ -157,6 +158,7 @@ class Adapter:
                 "parallelize again"
             )
         check_plain(self.head, self.name)
+        _check_embeddings(self._embeddings, self.name)
         if self.is_training:
             refuse_random_layers(self.model, self.decoder, self.config, self.name)
         for name, module in active_dropout(self.decoder).items() if seed is None else ():
@@ -273,10 +275,8 @@ def _rope_type(parameters: dict[str, Any]) -> str:
     return str(parameters.get("rope_type", "default"))
 
 
-def _check_embeddings(model: PreTrainedModel) -> None:
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Embedding):
-            continue
+def _check_embeddings(embeddings: Mapping[str, nn.Embedding], model: str) -> None:
+    for name, module in embeddings.items():
         for option, why in (
             (
                 "scale_grad_by_freq",
@@ -286,7 +286,7 @@ def _check_embeddings(model: PreTrainedModel) -> None:
         ):
             if getattr(module, option):
                 raise ValueError(
-                    f"{name} of {type(model).__name__} has {option}={getattr(module, option)}, which {why}; "
+                    f"{name} of {model} has {option}={getattr(module, option)}, which {why}; "
                     f"set {name}.{option} to {'False' if option == 'scale_grad_by_freq' else 'None'}"
                 )
 

@@ -87,20 +87,30 @@ def check_batch(batch: Any, mesh: Mesh) -> None:
         )
 
 
-def check_numbers(**numbers: Any) -> None:
-    """Refuse a seed or a count that is no whole number."""
-    what = {
-        "label_tokens": "the count of the labels of all batches of the optimizer step, over all data ranks",
-        "divisor": "what the sum of the losses of the optimizer step is divided by, over all data ranks",
-        "seed": "the seed of the optimizer step, the same on all ranks",
-    }
+NUMBERS = {
+    "label_tokens": (0, "the count of the labels of all batches of the optimizer step, over all data ranks"),
+    "divisor": (1, "what the sum of the losses of the optimizer step is divided by, over all data ranks"),
+    "seed": (-(2**63), "the seed of the optimizer step, the same on all ranks"),
+}
+"""Numbers that a user gives for a step: the smallest that can be meant, and what they are."""
+
+
+def whole_numbers(**numbers: Any) -> dict[str, int | None]:
+    """Seeds and counts as plain integers, whatever they came as; refused where one is no whole number."""
+    found: dict[str, int | None] = {}
     for name, value in numbers.items():
         if value is None:
+            found[name] = None
             continue
+        smallest, what = NUMBERS[name]
         try:
-            operator.index(value)
+            number = operator.index(value)
         except TypeError:
-            raise ValueError(f"{name}={value!r} is not a whole number; give {what[name]}") from None
+            raise ValueError(f"{name}={value!r} is not a whole number; give {what}") from None
+        if not smallest <= number < 2**63:
+            raise ValueError(f"{name}={number} is not between {smallest} and {2**63 - 1}; give {what}")
+        found[name] = number
+    return found
 
 
 def check_no_autocast() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -27,9 +28,9 @@ from .agreement import (
     agree_on_step,
     check_batch,
     check_no_autocast,
-    check_numbers,
     config_values,
     trained,
+    whole_numbers,
 )
 from .backward_once import backward_once
 from .batch import PackedBatch
@@ -106,9 +107,8 @@ class BraidedModel(nn.Module):
         """
         # Before anything is sent: the parameters of a sharded model are gathered around `forward`.
         count = self.agree("forward", [batch], seed, label_tokens=label_tokens).label_tokens
-        if label_tokens is None:
-            label_tokens = count
-        elif label_tokens < count:
+        label_tokens = count if label_tokens is None else operator.index(label_tokens)
+        if label_tokens < count:
             raise ValueError(
                 f"label_tokens={label_tokens} is less than the {count} labels of this batch alone; give "
                 "the count of all batches of the optimizer step, over all data ranks"
@@ -193,8 +193,9 @@ class BraidedModel(nn.Module):
         """
         error, alike = None, {}
         try:
-            self._check(batches, seed, numbers)
-            alike = {"the call": call, "seed": seed, **numbers, **self._settings()}
+            known = whole_numbers(seed=seed, **numbers)
+            self._check(batches, known["seed"])
+            alike = {"the call": call, **known, **self._settings()}
         except Exception as problem:
             error = problem
         return agree_on_step(self.mesh, error, batches, alike, counts, flag)
@@ -289,12 +290,11 @@ class BraidedModel(nn.Module):
             "config": config_values(self._adapter.config),
         }
 
-    def _check(self, batches: Sequence[PackedBatch], seed: int | None, numbers: Mapping[str, Any]) -> None:
+    def _check(self, batches: Sequence[PackedBatch], seed: int | None) -> None:
         for batch in batches:
             check_batch(batch, self.mesh)
         change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
         if change is not None:
             raise ValueError(f"{change}; call release() first, then change it and parallelize again")
-        check_numbers(seed=seed, **numbers)
         check_no_autocast()
         self._adapter.check_step(batches, seed)

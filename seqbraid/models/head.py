@@ -32,6 +32,11 @@ def find_head(model: PreTrainedModel) -> nn.Linear:
 def check_plain(head: nn.Linear, name: str) -> None:
     """The loss reads the head's weight: whatever else its call would do is not seen."""
     own = type(head).forward is not nn.Linear.forward or "forward" in vars(head)
+    if "weight" not in head._parameters:
+        raise ValueError(
+            f"the weight of the head of {name} is computed from other parameters (by a parametrization "
+            "of torch's, for example); the loss reads the head's weight: only a plain linear head can be used"
+        )
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
     # A sharded head has those that gather its weight, for calls such as the loss's.
     if own or any(not getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -32,12 +33,15 @@ def agree_on(
     divisor: int | None = None,
     seed: int | None = None,
     flag: bool = False,
+    loss: LossFunction | None = None,
 ) -> Agreed:
     """The one agreement of a step: its label tokens and counts over all data ranks, and whether some rank
     raised its flag. What `pack` or a check refused on one rank is raised on all.
     """
     step = _step(step)
     call = "forward_backward" if torch.is_grad_enabled() else "evaluation"
+    if loss is not None:  # which gathers a sharded head once more
+        call += f" with loss={getattr(loss, '__qualname__', type(loss).__name__)}"
     return model.agree(call, step.batches, seed, step.counts, flag, divisor=divisor)
 
 
@@ -75,8 +79,8 @@ def forward_backward(
     """
     step = _step(step)
     if agreed is None:
-        agreed = agree_on(model, step, divisor, seed)
-    divisor = agreed.label_tokens if divisor is None else divisor
+        agreed = agree_on(model, step, divisor, seed, loss=loss)
+    divisor = agreed.label_tokens if divisor is None else operator.index(divisor)
     total: Tensor | None = None
     sums: list[Tensor] = []
     for number, batch in enumerate(step.batches, start=1):

@@ -25,6 +25,7 @@ from .log import check_sinks
 from .recompute import choose_here
 from .run_folder import check_out
 from .setup import TINY, make_device, make_loader, make_model
+from .summary import lost_reasoning
 from .weights import checkpoint_folder, read_headers
 
 
@@ -103,6 +104,8 @@ def _batch(config: TrainConfig, model: PreTrainedModel, mesh: Mesh) -> list[Rend
         if bad.count:
             first = escape(printable(f"{bad.first[0].where}: {bad.first[0].reason}"))
             shown.append(f"[yellow]{bad.count} samples cannot be used[/], the first: {first}")
+        if loader.without_reasoning:
+            shown.append(f"[yellow]{escape(lost_reasoning(loader.without_reasoning))}[/]")
         return shown
     finally:
         loader.close()

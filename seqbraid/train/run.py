@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from .ending import FAILED, PREEMPTED, Ending, preempted_here
 from .nonfinite import NonFiniteError
 from .progress import clocked_lines
 from .setup import make_mesh
+from .summary import summary
 from .trainer import Trainer
 from .watchdog import watched
 
@@ -26,14 +28,13 @@ STAYS = (
 )
 
 
-def _more(out: str, ending: Ending, first: int) -> str:
-    """What to do with a run that is finished."""
-    if ending.reason != "finished":
-        return ""
-    known = f"\nfor stock transformers: seqbraid export {out} --out DIR"
-    if ending.step == first:
-        return f". It had been finished before: nothing was trained; raise train.steps to go on{known}"
-    return known
+def _sentences(trainer: Trainer, ending: Ending, first: int, seconds: float) -> str:
+    """How the run ended, what came of it, and what to do with it."""
+    said = ending.sentence()
+    if ending.reason == "finished" and ending.step == first:
+        said += ". It had been finished before: nothing was trained; raise train.steps to go on"
+    lines = summary(ending, trainer.folder, trainer.latest, trainer.best, trainer.without_reasoning, seconds)
+    return "\n".join([f"seqbraid train: {said}", *lines])
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -42,6 +43,7 @@ def train(arguments: Sequence[str]) -> int:
     if only_plan:
         dry_run(config)
         return 0
+    began = time.monotonic()
     rank, world_size = launched()
     try:
         with watched(config, clocked_lines() if rank == 0 else None) as watchdog:
@@ -56,7 +58,7 @@ def train(arguments: Sequence[str]) -> int:
             first = trainer.step
             ending = trainer.run()
         if rank == 0:
-            said = f"seqbraid train: {ending.sentence()}{_more(config.out, ending, first)}"
+            said = _sentences(trainer, ending, first, time.monotonic() - began)
             print(printable(said), file=sys.stderr)
         return ending.status
     except (CheckpointError, NonFiniteError) as error:  # said by every rank, in words that need no traceback

@@ -53,6 +53,7 @@ from .setup import (
     set_group_timeouts,
 )
 from .signals import stop_on_signals
+from .summary import lost_reasoning
 from .weights import split_revision
 
 
@@ -122,6 +123,10 @@ class Trainer:
         self.progress = 0.0
         self.best: dict[str, Any] = {}
         self.best_before: dict[str, Any] = {}
+        self.latest: dict[str, float] = {}
+        """The numbers that were logged last, by name."""
+        self.without_reasoning = 0
+        """Turns read so far that are learnt without their reasoning."""
         self.changes: list[str] = []
         """What a resumed run has otherwise than before."""
         if last is not None:
@@ -207,7 +212,13 @@ class Trainer:
         """What the next step is made of; None at the end of the data."""
         # Workers have a limit of their own for each sample; without any, this thread is at the samples.
         self.where.at("waiting for data", self.step + 1, "step" if self.config.data.workers else "loader")
-        return next(self.loader, None)
+        data = next(self.loader, None)
+        before, self.without_reasoning = self.without_reasoning, self.loader.without_reasoning
+        if self.without_reasoning and not before:
+            with raised_by_all(self.mesh.cpu_group):
+                self.sinks.event("reasoning left out", turns=self.without_reasoning)
+                self.sinks.say(lost_reasoning(self.without_reasoning))
+        return data
 
     def _step(self, data: StepData) -> bool:
         """One optimizer step; whether a rank was asked to stop."""
@@ -303,6 +314,7 @@ class Trainer:
                 self.best_before = self.best
                 self.best = {"step": self.step, "eval_loss": found["eval_loss"]}
         self.where.at("writing the log")
+        self.latest |= metrics
         if metrics:
             with raised_by_all(self.mesh.cpu_group):
                 self.sinks.log(self.step, metrics)

@@ -115,12 +115,34 @@ def test_a_head_with_a_forward_of_its_own_is_refused() -> None:
         sb.parallelize(model)
 
 
+def test_a_head_whose_weight_is_computed_is_refused() -> None:
+    model: Any = tiny_model("llama")
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    with pytest.raises(ValueError, match="weight of the head of LlamaForCausalLM is computed"):
+        sb.parallelize(model)
+
+
+def test_a_head_that_is_given_another_class_is_refused() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model: Any = tiny_model("llama")
+    braided = sb.parallelize(model)
+    model.lm_head.__class__ = Scaled
+    with pytest.raises(ValueError, match="forward of its own"):
+        braided(sb.pack(SAMPLE, model.config))
+
+
 @pytest.mark.parametrize(("option", "value"), [("scale_grad_by_freq", True), ("max_norm", 1.0)])
 def test_embeddings_that_look_at_the_batch_are_refused(option: str, value: Any) -> None:
     model: Any = tiny_model("llama")
+    braided = sb.parallelize(model)
     setattr(model.model.embed_tokens, option, value)
     with pytest.raises(ValueError, match=f"embed_tokens .*{option}"):
-        sb.parallelize(model)
+        braided(sb.pack(SAMPLE, model.config))
+    with pytest.raises(ValueError, match=f"embed_tokens .*{option}"):
+        sb.parallelize(braided.release())
 
 
 def test_parallelized_twice_is_refused() -> None:
@@ -248,6 +270,7 @@ def test_what_is_no_packed_batch_is_refused() -> None:
     for given, message in (
         ({"input_ids": [1, 2]}, "a list of samples, not dict; put the one sample into a list"),
         (7, "a list of samples, not int"),
+        (torch.tensor([[1, 2]]), "a list of samples, not Tensor"),
         ([[1, 2, 3]], "sample 0 is a list; a sample is a dict"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -265,6 +288,19 @@ def test_a_divisor_that_is_no_count_is_refused(count: Any) -> None:
     model = sb.parallelize(tiny_model("llama"))
     with pytest.raises(ValueError, match=r"label_tokens=.* is not a whole number"):
         model(sb.pack(SAMPLE, model.model.config), label_tokens=count)
+
+
+def test_numbers_that_no_step_can_have_are_refused() -> None:
+    model = sb.parallelize(tiny_model("llama"))
+    batch = sb.pack(SAMPLE, model.model.config)
+    for numbers in ({"label_tokens": 10**30}, {"label_tokens": -1}, {"seed": 2**70}):
+        with pytest.raises(ValueError, match="is not between"):
+            model(batch, **numbers)
+    for divisor in (0, -5):
+        with pytest.raises(ValueError, match=f"divisor={divisor} is not between 1 and"):
+            sb.forward_backward(model, [batch], divisor=divisor)
+    expected = model(batch, label_tokens=4).mean_loss
+    assert torch.equal(model(batch, label_tokens=torch.tensor([4])).mean_loss, expected)  # type: ignore[arg-type]
 
 
 def test_sets_of_a_config_read_the_same_in_every_process() -> None:

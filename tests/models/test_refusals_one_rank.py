@@ -99,6 +99,25 @@ def dropout_on_one_rank() -> None:
     step_on(mesh, model)
 
 
+def loss_of_its_own_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+
+    def squares(hidden: torch.Tensor, head: torch.nn.Linear, batch: sb.PackedBatch) -> torch.Tensor:
+        return hidden.square().sum()
+
+    batch = sb.pack(random_samples([20], 97), model.model.config, mesh)
+    sb.forward_backward(model, [batch], loss=squares if mesh.rank else None)
+
+
+def count_as_a_tensor_on_one_rank() -> None:
+    """Is the same count; the error is that of another one."""
+    mesh = Mesh(dp_shard=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    step_on(mesh, model, label_tokens=torch.tensor(60) if mesh.rank else 60)
+    step_on(mesh, model, label_tokens=torch.tensor(61) if mesh.rank else 60)
+
+
 CASES: list[tuple[Callable[[], None], str]] = [
     (dict_on_one_rank, "a list of samples, not dict; put the one sample into a list"),
     (autocast_on_one_rank, "compute_dtype=torch.bfloat16"),
@@ -110,6 +129,8 @@ CASES: list[tuple[Callable[[], None], str]] = [
     (head_replaced_on_one_rank, "'lm_head' is another module"),
     (lora_on_the_head_of_one_rank, "'lm_head' is another module"),
     (router_loss_unknown_to_one_rank, "has no router_aux_loss_coef"),
+    (loss_of_its_own_on_one_rank, "squares' but rank 0 has 'forward_backward'"),
+    (count_as_a_tensor_on_one_rank, "rank 1 has label_tokens = 61 but rank 0 has 60"),
     (dropout_on_one_rank, "trains with dropout 0.1 at 'drop'"),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +11,13 @@ from pathlib import Path
 import pytest
 
 from seqbraid.cli import main
-from seqbraid.train.config import LogConfig, MeshConfig, to_yaml
+from seqbraid.data.tiny import tiny_training_model
+from seqbraid.train.config import DataConfig, LogConfig, MeshConfig, StepConfig, TrainConfig, to_yaml
+from seqbraid.train.log import read_log
+from tests.data.chat.test_chat import QWEN3
+from tests.helpers import ranks
 from tests.train.test_run_export import config, examples  # noqa: F401
+from tests.train.test_train_edges import train
 
 
 def test_a_run_says_how_it_ended_and_that_it_was_finished(
@@ -25,6 +32,8 @@ def test_a_run_says_how_it_ended_and_that_it_was_finished(
     said = capfd.readouterr().err
     assert "finished after step 2; the last checkpoint is step-00000002" in said
     assert f"seqbraid export {out} --out DIR" in said and "finished before" not in said
+    assert re.search(r"\nloss \d+\.\d{4}, \d:\d\d:\d\d in all\n", said)
+    assert f"checkpoint: {out / 'checkpoints' / 'step-00000002'}\n" in said
     assert "reading the model tiny:qwen3" in said
     assert main(["train", str(path)]) == 0
     assert "It had been finished before: nothing was trained" in capfd.readouterr().err
@@ -81,3 +90,35 @@ def test_half_of_what_a_launcher_sets_is_refused_in_one_line(
     (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("seqbraid")]
     assert said.startswith("seqbraid train: the environment has ") and message in said
     assert not (tmp_path / "run").exists()
+
+
+def test_reasoning_that_the_template_leaves_out_is_said_once_with_a_count(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On any mesh, by a dry run too; tokenizers of Qwen3 keep what is behind the last question alone."""
+    model, tokenizer = tiny_training_model("qwen3")
+    tokenizer.chat_template = QWEN3
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    first, second = ({"role": "user", "content": f"Which is {n}?"} for n in (1, 2))
+    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nThis."}
+    records = [{"messages": [first, thought, second, thought]} for _ in range(5)]
+    records += [{"messages": [first, thought]}] * 4
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = TrainConfig(
+        model=str(tmp_path / "model"), out=str(tmp_path / "alone"), precision="float32",
+        log=LogConfig(sinks=[]),
+        data=DataConfig(train=str(tmp_path / "data.jsonl"), row_tokens=128, workers=0),
+        train=StepConfig(steps=3, batch_tokens=256),
+    )  # fmt: skip
+    (tmp_path / "run.yaml").write_text(to_yaml(settings))
+    for more, times in ([], 1), (["--dry-run"], 1):
+        assert main(["train", str(tmp_path / "run.yaml"), *more]) == 0
+        said = " ".join("".join(capfd.readouterr()).split())
+        assert said.count("leaves out the reasoning of 5 assistant turns") == times
+        assert more or "5 assistant turns were read without their reasoning" in said
+    for axis in ("ring", "dp_shard"):
+        many = replace(settings, out=str(tmp_path / axis), mesh=MeshConfig(**{axis: 2}))
+        ranks.run(train, 2, many)
+        events = [r for r in read_log(Path(many.out) / "log.jsonl") if r.get("event") == "reasoning left out"]
+        assert [event["turns"] for event in events] == [5]

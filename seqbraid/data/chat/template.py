@@ -17,6 +17,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from ..records.conversation import Conversation, Turn
 from .spans import MarkedConversation, Message, Span, all_texts
 
+_REASONING, _END_OF_REASONING = "<think>", "</think>"
+"""How reasoning stands in what the assistant says, where it has no key of its own."""
+
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -26,6 +29,8 @@ class Rendered(NamedTuple):
     text: str
     spans: list[Span]
     """Characters that are learnt, one span for each turn with loss."""
+    without_reasoning: int = 0
+    """Turns with loss that have reasoning in the record, and none in the text."""
 
 
 class ChatTemplate:
@@ -54,10 +59,14 @@ class ChatTemplate:
         marked = MarkedConversation(
             messages, lambda some, prompt: self._rendered(some, tools, prompt)[0], self.special_pattern
         )
+        learnt = [(number, turn) for number, turn in enumerate(conversation.turns) if turn.loss]
         if _GENERATION.search(self.template):
-            return Rendered(marked.plain, self._tagged(messages, tools, conversation))
-        numbers = (number for number, turn in enumerate(conversation.turns) if turn.loss)
-        return Rendered(marked.plain, [marked.generated(number) for number in numbers])
+            spans = self._tagged(messages, tools, conversation)
+        else:
+            spans = [marked.generated(number) for number, _ in learnt]
+        texts = (marked.plain[start:stop] for start, stop in spans)
+        lost = sum(loses_reasoning(turn, text) for (_, turn), text in zip(learnt, texts, strict=True))
+        return Rendered(marked.plain, spans, lost)
 
     @cached_property
     def special_tokens(self) -> list[str]:
@@ -116,6 +125,19 @@ class ChatTemplate:
         for text in all_texts(conversation.tools):
             if found := self.special_pattern.search(text):
                 raise ValueError(f"the tools hold {found[0]!r}, which the tokenizer reads as a special token")
+
+
+def loses_reasoning(turn: Turn, text: str) -> bool:
+    """Whether a turn has reasoning that its text lacks: beside what it answers, or in tags before that."""
+    said = "".join(part for part in turn.parts if isinstance(part, str))
+    before, tag, answer = said.rpartition(_END_OF_REASONING)
+    reasoning = (turn.extra.get("reasoning_content") or "").strip()
+    if tag:
+        reasoning = reasoning or before.rpartition(_REASONING)[2].strip()
+    if not reasoning:
+        return False
+    place = text.rfind(answer.strip()) if answer.strip() else -1
+    return reasoning not in (text[:place] if place >= 0 else text)
 
 
 def _joined(turn: Turn) -> Iterator[str]:

@@ -279,6 +279,13 @@ class Loader:
         """The samples that were dropped or cut, up to the last step handed out."""
         return self._left_out.over_long
 
+    @property
+    def without_reasoning(self) -> int:
+        """Assistant turns, of the samples that this loader has measured so far, that are learnt without their
+        reasoning, since the chat template leaves it out.
+        """
+        return self._measuring.without_reasoning
+
     def progress(self) -> float | None:
         """The part of the run's samples that is behind the last step handed out; None without an end."""
         return None if self._order.total is None else min(1.0, self._done / self._order.total)

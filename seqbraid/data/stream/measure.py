@@ -131,6 +131,8 @@ class Measuring:
         self._reasons: dict[int, str] = {}
         self._media_costs = _Lists(order.num_samples)
         self._ahead: _Window | None = None
+        self.without_reasoning = 0
+        """Turns of all samples measured so far that are learnt without their reasoning."""
 
     def know_bad(self, samples: Sequence[int]) -> None:
         """Take samples for bad without a look at them, as the run before did."""
@@ -178,9 +180,11 @@ class Measuring:
         costs = {measured.sample: measured.media_costs for measured in own if measured.media_costs}
         padding = [UNKNOWN] * (count - len(lengths))
         kept = [int(measured.text is not None) for measured in own] if problem is None else []
-        found = agree(self._group, error, [stop, *lengths, *padding, len(costs), *kept, *padding])
+        lost = sum(measured.without_reasoning for measured in own)
+        found = agree(self._group, error, [stop, lost, *lengths, *padding, len(costs), *kept, *padding])
         raise_if_stopped(found)
-        found, kept_by = [row[1 : 2 + count] for row in found], [row[2 + count :] for row in found]
+        self.without_reasoning += sum(row[1] for row in found)
+        found, kept_by = [row[2 : 3 + count] for row in found], [row[3 + count :] for row in found]
         for place, sample in enumerate(window.unknown):
             rank, number = place % self._world_size, place // self._world_size
             length = found[rank][number]

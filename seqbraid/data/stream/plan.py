@@ -69,6 +69,8 @@ class Measured(NamedTuple):
     """What encoding each of its media costs, where several ranks share that."""
     text: NDArray[np.int32] | None = None
     """Ids and labels of a sample without media, if they are kept; see `texts`."""
+    without_reasoning: int = 0
+    """Turns that are learnt without their reasoning, since the chat template leaves it out."""
 
 
 class Draw(NamedTuple):

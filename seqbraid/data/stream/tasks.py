@@ -149,9 +149,10 @@ class Tasks:
             length = operator.index(self.encoder.length(record))
         if not 1 <= length <= LONGEST:
             raise ValueError(f"length() gave {length}; a sample has 1 to {LONGEST} tokens")
+        lost: int = getattr(self.encoder, "without_reasoning", 0)
         if text is None or (length > self.row_tokens and not self.cuts):
-            return Measured(sample, length, media_costs=tuple(costs))
-        return Measured(sample, length, text=compact(*text, self.row_tokens))
+            return Measured(sample, length, media_costs=tuple(costs), without_reasoning=lost)
+        return Measured(sample, length, text=compact(*text, self.row_tokens), without_reasoning=lost)
 
     def _encoded(self, wanted: Wanted) -> dict[str, Any] | Refused:
         draw, media_ranks = wanted

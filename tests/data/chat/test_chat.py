@@ -164,6 +164,20 @@ def test_reasoning_is_learnt_where_the_template_keeps_it() -> None:
         "A1<|im_end|>",
         "so\n</think>\n\nA2<|im_end|>",
     ]
+    rendered = chat_of(QWEN3).render(parse_conversation({"messages": talk}))
+    assert rendered.without_reasoning == 1  # that of the first answer
+    for messages, lost in (
+        (talk[2:], 0),
+        ([talk[0], said("assistant", "hm A1", reasoning_content="hm"), *talk[2:]], 1),  # said, not reasoned
+        ([talk[0], talk[1] | {"loss": False}, *talk[2:]], 0),
+        ([talk[0], said("assistant", "<think>\n\n</think>\n\nA1"), *talk[2:]], 0),
+        ([*talk, talk[0], said("assistant", "A3")], 2),
+    ):
+        assert chat_of(QWEN3).render(parse_conversation({"messages": messages})).without_reasoning == lost
+    assert (
+        chat_of(CHATML).render(parse_conversation({"messages": [*talk[:3], talk[1]]})).without_reasoning == 0
+    )
+    assert chat_of(GENERATION).render(parse_conversation({"messages": talk})).without_reasoning == 1
     quick = [talk[0], said("assistant", "<b>A1</b>"), talk[2], said("assistant", "A2")]
     assert learnt(chat_of(QWEN3, enable_thinking=False), quick) == ["<b>A1</b><|im_end|>", "A2<|im_end|>"]
 

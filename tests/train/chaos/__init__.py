@@ -13,9 +13,12 @@ asynchronous checkpoints. One to three times something is killed at a moment of 
 - agent: torchrun and all ranks at once
 - term, int, hup: nothing is killed, but torchrun gets SIGTERM, SIGINT, SIGHUP
 - usr1: a rank gets SIGUSR1
+- worker: a data worker is stopped (SIGSTOP), for ever
 - shard: all is killed, and a file is missing from every checkpoint when the command is given again
 - full: all is killed, and then no checkpoint can be written to the end
 - twins: a second run in the same folder
+- host: all is killed, the command is given on two hosts (network namespaces), and one of them is cut off in a
+  step; skipped where there can be no namespaces
 
 Torchrun starts the ranks again, or the command is given again, and the run goes on from its last checkpoint.
 """

@@ -17,12 +17,15 @@ from rich.console import Console
 from rich.table import Table
 
 from . import __doc__ as description
-from .kinds import KINDS
+from .hosts import why_no_hosts
+from .kinds import KINDS, ONCE
 from .trial import Chaos, Outcome
 
 
 def kills_of(kind: str, chance: random.Random) -> list[str]:
     """One to three, as many as torchrun restarts; a start after a kill has something to resume from."""
+    if kind in ONCE:
+        return [kind]
     return ["step", *["start"] * chance.randint(1, 2)] if kind == "start" else [kind] * chance.randint(1, 3)
 
 
@@ -40,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = args.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"unknown kinds {sorted(unknown)}; known are {', '.join(KINDS)}")
+    if "host" in kinds and (why := why_no_hosts()):
+        print(f"host: skipped, {why}")
+        kinds.remove("host")
     folder = (args.out or Path(tempfile.mkdtemp(prefix="chaos-"))).absolute()
     chaos = Chaos(folder, args.limit)
     numbers = range(args.trials) if args.number is None else [args.number]

@@ -11,7 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from .job import RANKS, Job
+from .job import RANKS, Ended, Job, workers
 from .kills import Kill, Pace, kill_all, some_step
 
 UNSAVED, PREEMPTED = "unsaved", "preempted"
@@ -52,6 +52,26 @@ def _ask(
     return Kill(what, saved, problem="" if saved else "it was not saved where it was stopped")
 
 
+def stop_a_worker(job: Job, chance: random.Random, pace: Pace) -> Kill:
+    """A data worker stops for ever: the run says which one, and ends; torchrun starts it again."""
+    job.await_step(some_step(job, chance, pace))
+    ranks = job.ranks()
+    rank = chance.randrange(len(ranks))
+    pid = workers(ranks[rank])[0]
+    os.kill(pid, signal.SIGSTOP)
+    named = f"(process {pid}) has been"
+    try:
+        for _ in job.ticks(0.05):
+            if not set(ranks) & set(job.ranks()):
+                break
+    except Ended:  # all that it had to do was done
+        return Kill(f"data process of rank {rank}, which nobody needed any more", False, starts=0)
+    said = job.output.read_text()
+    good = named in said and "the process is stopped (SIGSTOP)" in said
+    what = f"data process of rank {rank} stopped after step {job.step()}"
+    return Kill(what, True, problem="" if good else f"nobody has said that process {pid} was stopped")
+
+
 def lose_a_file(job: Job, chance: random.Random, pace: Pace) -> Kill:
     """All is killed, and a file is missing from every checkpoint: a start says so, and does nothing."""
     kill_all(job, chance, pace)
@@ -89,12 +109,12 @@ def start_twice(job: Job, chance: random.Random, pace: Pace) -> Kill:
 def fill_the_disk(job: Job, chance: random.Random, pace: Pace) -> Kill:
     """All is killed; the run goes on to its end without a checkpoint that could be written."""
     kill_all(job, chance, pace)
-    before = _last(job.run)
+    before = last_named(job.run)
     limit = pace.file_bytes // 2
     status, said = attempt(job, "--checkpoint.on_error=continue", file_bytes=limit)
     reason = ended(job.run)
     named = said.count("COULD NOT BE WRITTEN")
-    good = status != 0 and reason == (UNSAVED, pace.steps) and named > 0 and _last(job.run) == before
+    good = status != 0 and reason == (UNSAVED, pace.steps) and named > 0 and last_named(job.run) == before
     what = f"full to the end, status {status}, {reason}, {named} times said"
     return Kill(what, good, starts=2, problem="" if good else f"a success, or without a word: {said}")
 
@@ -123,6 +143,6 @@ def ended(run: Path) -> tuple[str, int]:
     return found["reason"], found["step"]
 
 
-def _last(run: Path) -> str:
+def last_named(run: Path) -> str:
     last = run / "checkpoints" / "last"
-    return last.read_text() if last.exists() else ""
+    return last.read_text().strip() if last.exists() else ""

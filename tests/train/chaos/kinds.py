@@ -5,7 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from .faults import ask_one_rank, fill_the_disk, hang_up, interrupt, lose_a_file, start_twice, stop_all
+from .faults import (
+    ask_one_rank,
+    fill_the_disk,
+    hang_up,
+    interrupt,
+    lose_a_file,
+    start_twice,
+    stop_a_worker,
+    stop_all,
+)
+from .hosts import cut_a_host
 from .job import Job
 from .kills import (
     Kill,
@@ -29,11 +39,15 @@ KINDS: dict[str, Callable[[Job, random.Random, Pace], Kill]] = {
     "int": interrupt,
     "hup": hang_up,
     "usr1": ask_one_rank,
+    "worker": stop_a_worker,
     "shard": lose_a_file,
     "full": fill_the_disk,
     "twins": start_twice,
+    "host": cut_a_host,
 }
-BY_HAND = ("agent", "term", "int", "hup", "usr1", "shard", "full")
+BY_HAND = ("agent", "term", "int", "hup", "usr1", "shard", "full", "host")
 """After these the command is given again; else torchrun starts the ranks again."""
 GOES_ON = ("twins",)
 """After these the run goes on by itself."""
+ONCE = ("host",)
+"""These are done once in a trial, for they take long."""

@@ -28,6 +28,8 @@ VARIANTS = {
     "dp_shard": ["--mesh.dp_shard=2"],
     "eval": ["--mesh.ring=2", "--data.eval=DATA/eval.jsonl", f"--train.eval_every={EVAL_EVERY}"],
 }
+LOADER_LIMIT_S = 20
+"""How long a worker may be at one sample, which takes it some milliseconds."""
 GRACE_S = 30.0
 """How long processes may take to see that their parent is gone."""
 
@@ -120,6 +122,7 @@ class Chaos:
             f"--model={self.folder / 'model'}", f"--out={run}", "--precision=float32",
             f"--data.train={data / 'train.jsonl'}", f"--data.media_root={data}", "--data.row_tokens=256",
             "--data.buffer_size=16", "--data.workers=1", "--data.on_bad_sample=skip",
+            f"--timeouts.loader={LOADER_LIMIT_S}",
             f"--train.steps={STEPS}", "--train.batch_tokens=512", "--train.lr=1e-3",
             f"--checkpoint.every={every}", "--checkpoint.keep=99",
         ]  # fmt: skip
