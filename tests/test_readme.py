@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import seqbraid
 from seqbraid import Mesh
 from seqbraid.data.tiny import tiny_training_model
 from seqbraid.models.tiny.samples import random_samples
@@ -95,6 +97,15 @@ def test_links_and_anchors_lead_somewhere() -> None:
                 heads = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
                 anchors = {"#" + re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
                 assert anchor in anchors, f"{page.name}: {target}{anchor}"
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    versions = re.findall(
+        r"^## (.*)$", (README.parent / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert versions[:2] == ["Unreleased", seqbraid.__version__]
+    with (README.parent / "pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["project"]["version"] == seqbraid.__version__
 
 
 def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
