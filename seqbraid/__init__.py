@@ -1,4 +1,4 @@
-"""seqbraid: long packed sequences over many devices, with the loss and the gradient of one.
+"""seqbraid: train on long packed sequences over many devices, with the loss and gradients of one process.
 
 >>> import seqbraid as sb
 >>> sb.SequenceLayout([900, 300, 40], ring=2, ulysses=2).num_local_tokens
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .ops.kernels import KernelOptions
     from .plan.memory import MemoryOptions
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BadBatch",

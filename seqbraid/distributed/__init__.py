@@ -1,6 +1,6 @@
-"""Putting a model on the mesh: sharding, and switches that trade time for memory.
+"""Puts a model on the mesh: sharding, and switches that trade time for memory.
 
-`parallelize` does all of it, and is undone by the model's `release`.
+`parallelize` does all of it; the model's `release` undoes it.
 """
 
 from .api import parallelize

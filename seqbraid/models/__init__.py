@@ -1,4 +1,4 @@
-"""The stock models on a mesh: what their modules do instead, and `BraidedModel`, which runs a step.
+"""Stock models on a mesh: what their modules compute instead, and `BraidedModel`, which runs a step.
 
-What is particular to families of media models is in `families/`, models made for checks are in `tiny/`.
+What is particular to a family of media models is in `families/`; tiny models for checks are in `tiny/`.
 """

@@ -1,4 +1,4 @@
-"""Kernels that take explicit boundaries; they know nothing of ranks.
+"""Kernels that take explicit sequence boundaries; they know nothing of ranks.
 
-For each op a table says which of them is taken on a device, and why not the others.
+For each op a table says which kernel is used on a device, and why not the others.
 """

@@ -1,4 +1,4 @@
-"""`seqbraid train`: configuration, the loop, metrics, export of what stock transformers loads.
+"""`seqbraid train`: configuration, the training loop, metrics, and export to stock transformers.
 
 Checkpoints, the report of a run and the demo have rooms of their own.
 """

@@ -1,4 +1,4 @@
-"""`seqbraid verify`: loss, logits and gradients beside the stock model's, on the user's model and mesh.
+"""`seqbraid verify`: loss, logits and gradients against the stock model's, on the user's model and mesh.
 
-Mutants are deliberate defects, each of which a check must catch; verdicts are given beside a noise floor.
+Errors are judged against a noise floor; mutants are deliberate bugs, each of which the checks must catch.
 """

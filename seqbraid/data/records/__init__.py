@@ -1,5 +1,5 @@
-"""Where records come from, and what one says: JSONL files and `datasets`, read by number.
+"""Records and where they come from: JSONL files, parquet and `datasets`, read at random by number.
 
-A record of any accepted style is checked here and brought to one form, the `Conversation`; a key that is not
-known is refused by its name.
+A record in any accepted format is checked here and becomes a `Conversation`; an unknown key is refused by
+its name.
 """

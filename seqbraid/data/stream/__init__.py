@@ -1,4 +1,4 @@
-"""Which samples are in which row of which step: decided by all ranks alike, from data, seed and batch sizes.
+"""Which samples are in which row of which step: the same on every rank, from data, seed and batch sizes.
 
-Lengths are measured and samples encoded by worker processes; `loader` hands out the steps and can be resumed.
+Worker processes measure lengths and encode samples; `loader` yields the steps and can be resumed.
 """

@@ -1,4 +1,4 @@
-"""`seqbraid demo`: a tiny model learns to read digits, packed and split, beside the stock one.
+"""`seqbraid demo`: a tiny model learns to read digits from packed, split rows, beside the stock model.
 
-What came of it is shown as one HTML page.
+The result is written as one HTML page.
 """
