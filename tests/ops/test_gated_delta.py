@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,95 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from seqbraid.ops import gated_delta_chunks
 from seqbraid.ops.chunk_plan import ChunkPlan
-from seqbraid.ops.gated_delta import GatedDeltaCall, gated_delta_rule, segment_summary
-from seqbraid.ops.gated_delta_call import RuleOptions
+from seqbraid.ops.gated_delta import gated_delta_rule
 from seqbraid.ops.reference import gated_delta_recurrent
+from tests.helpers.gated_delta import Rule, assert_close, check, make_inputs, run, smallest_tiles
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 0, 257)
 DECAYS = ("none", "usual", "strong", "mixed")
-Rule = Callable[..., tuple[Tensor, Tensor]]
-
-
-def smallest_tiles() -> AbstractContextManager[object]:
-    """Tiles of as few chunks as there can be, so that short chains too are cut into several."""
-    return mock.patch.dict(gated_delta_chunks.TILE_ELEMENTS, cpu=1)
-
-
-def make_inputs(
-    num_rows: int,
-    num_segments: int,
-    *,
-    key_heads: int = 2,
-    group: int = 2,
-    key_dim: int = 6,
-    value_dim: int = 4,
-    decay: str = "usual",
-    initial: bool = True,
-    seed: int = 0,
-) -> dict[str, Tensor]:
-    """Inputs by name; keys are short, so that the rule is stable without l2norm too."""
-    rng = torch.Generator().manual_seed(seed)
-    heads = key_heads * group
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=rng, dtype=torch.float64)
-
-    g = {
-        "none": torch.zeros(num_rows, heads, dtype=torch.float64),
-        "usual": -uniform(num_rows, heads),
-        "strong": torch.full((num_rows, heads), -20.0, dtype=torch.float64),
-        "mixed": torch.where(uniform(num_rows, heads) < 0.1, -20.0, -0.02 * uniform(num_rows, heads)),
-    }[decay]
-    inputs = {
-        "q": normal(num_rows, key_heads, key_dim),
-        "k": normal(num_rows, key_heads, key_dim) * 0.5 * key_dim**-0.5,
-        "v": normal(num_rows, heads, value_dim),
-        "g": g,
-        "beta": uniform(num_rows, heads),
-    }
-    if initial:
-        inputs["initial"] = normal(num_segments, heads, key_dim, value_dim)
-    return inputs
-
-
-def run(
-    rule: Rule, inputs: dict[str, Tensor], cu: list[int], dtype: torch.dtype | None = None, **options: object
-) -> dict[str, Tensor]:
-    """Outputs and gradients by name; the incoming gradients are the same for every rule and dtype."""
-    leaves = {name: x.detach().to(dtype or x.dtype).requires_grad_() for name, x in inputs.items()}
-    q, k, v, g, beta = (leaves[name] for name in ("q", "k", "v", "g", "beta"))
-    out, final = rule(q, k, v, g, beta, cu, initial_state_NHKV=leaves.get("initial"), **options)
-    rng = torch.Generator().manual_seed(1)
-    dout, dfinal = (
-        torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x.dtype) for x in (out, final)
-    )
-    grads = torch.autograd.grad((out, final), leaves.values(), (dout, dfinal))
-    return {"out": out.detach(), "final": final.detach()} | {
-        f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)
-    }
-
-
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
-    """Relative to the norm of what is expected: what should be 0 must be 0, and nothing may be missing."""
-    assert actual.keys() == expected.keys()
-    for name, wanted in expected.items():
-        assert actual[name].shape == wanted.shape, name
-        error, size = (actual[name].double() - wanted.double()).norm(), wanted.double().norm()
-        assert error <= tolerance * size, f"{name}: error {error:.2e}, size {size:.2e}"
-
-
-def check(lengths: list[int], padding: tuple[int, int], l2norm: bool, chunk_size: int, **shape: Any) -> None:
-    cu = list(accumulate(lengths, initial=padding[0]))
-    inputs = make_inputs(cu[-1] + padding[1], len(lengths), **shape)
-    expected = run(gated_delta_recurrent, inputs, cu, qk_l2norm=l2norm)
-    assert_close(run(gated_delta_rule, inputs, cu, qk_l2norm=l2norm, chunk_size=chunk_size), expected)
-    with smallest_tiles():
-        assert_close(run(gated_delta_rule, inputs, cu, qk_l2norm=l2norm, chunk_size=chunk_size), expected)
 
 
 @pytest.mark.parametrize("decay", DECAYS)
@@ -254,128 +169,6 @@ def test_padding_rows_are_nobody() -> None:
                 x[80:], torch.zeros_like(x[80:])
             ), name
             assert x[inner].isfinite().all() and x[inner].norm() > 0, name
-
-
-@pytest.mark.parametrize("split", [0, 1, 15, 16, 17, 64, 100, 120])
-def test_two_parts_equal_the_whole(split: int) -> None:
-    """[0, s) and then [s, T) from the state it left, with the gradient going back through that state."""
-
-    def in_two_parts(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: list[int], initial_state_NHKV: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        first, second = ([x[part] for x in (q, k, v, g, beta)] for part in (slice(split), slice(split, None)))
-        out_first, state = gated_delta_rule(
-            *first, [0, split], initial_state_NHKV=initial_state_NHKV, chunk_size=16
-        )
-        out_second, final = gated_delta_rule(
-            *second, [0, 120 - split], initial_state_NHKV=state, chunk_size=16
-        )
-        return torch.cat([out_first, out_second]), final
-
-    inputs = make_inputs(120, 1)
-    assert_close(run(in_two_parts, inputs, [0, 120]), run(gated_delta_rule, inputs, [0, 120], chunk_size=16))
-
-
-@pytest.mark.parametrize("l2norm", [True, False])
-def test_summary_is_the_affine_map_of_the_state(l2norm: bool) -> None:
-    cu = list(accumulate((20, 0, 70, 1), initial=2))
-    inputs = make_inputs(cu[-1] + 1, 4)
-    q, k, v, g, beta, initial = inputs.values()
-    M, S0 = segment_summary(k, v, g, beta, cu, qk_l2norm=l2norm, chunk_size=16)
-    _, final = gated_delta_recurrent(q, k, v, g, beta, cu, initial, qk_l2norm=l2norm)
-    assert_close({"final": M @ initial + S0}, {"final": final})
-
-
-def make_call(inputs: dict[str, Tensor], cu: list[int], **options: Any) -> GatedDeltaCall:
-    q, k, v, g, beta = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
-    return GatedDeltaCall(q, k, v, g, beta, cu, RuleOptions(**options))
-
-
-@pytest.mark.parametrize("l2norm", [True, False])
-def test_summaries_of_some_segments(l2norm: bool) -> None:
-    """In the order asked for, whatever lies between them, with M only where it is wanted."""
-    cu = list(accumulate((20, 3, 0, 70, 1, 40), initial=2))
-    inputs = make_inputs(cu[-1] + 1, 6)
-    q, k, v, g, beta, initial = inputs.values()
-    _, final = gated_delta_recurrent(q, k, v, g, beta, cu, initial, qk_l2norm=l2norm)
-    _, from_zero = gated_delta_recurrent(q, k, v, g, beta, cu, qk_l2norm=l2norm)
-    call = make_call(inputs, cu, qk_l2norm=l2norm, chunk_size=16)
-    for segments in ([3, 0], [5, 2, 1], [4], [], [0, 1, 2, 3, 4, 5]):
-        M, S0 = call.summaries(segments, with_transition=True)
-        assert M is not None
-        assert_close({"final": M @ initial[segments] + S0}, {"final": final[segments]})
-        none, S0 = call.summaries(segments, with_transition=False)
-        assert none is None
-        assert_close({"S0": S0}, {"S0": from_zero[segments]})
-
-
-def test_summaries_read_no_other_row() -> None:
-    inputs, cu = make_inputs(90, 3), [0, 20, 60, 90]
-    M, S0 = make_call(inputs, cu).summaries([0, 2], with_transition=True)
-    for x in inputs.values():
-        x[20:60] = float("nan")
-    M_again, S0_again = make_call(inputs, cu).summaries([0, 2], with_transition=True)
-    assert M is not None and M_again is not None
-    assert torch.equal(M, M_again) and torch.equal(S0, S0_again)
-
-
-@pytest.mark.parametrize("decay", DECAYS)
-def test_entering_gradients_are_those_without_a_gradient_from_behind(decay: str) -> None:
-    """The gradient of the initial states when only the outputs have one; Mᵀ dS_out is what comes to it."""
-    cu = list(accumulate((20, 3, 0, 70, 1, 40), initial=2))
-    inputs = make_inputs(cu[-1] + 1, 6, decay=decay)
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    *tensors, initial = leaves.values()
-    rng = torch.Generator().manual_seed(1)
-    out, final = gated_delta_recurrent(*tensors, cu, initial, qk_l2norm=True)
-    dout = torch.randn(out.shape, generator=rng, dtype=torch.float64)
-    dfinal = torch.randn(final.shape, generator=rng, dtype=torch.float64)
-    (alone,) = torch.autograd.grad(out, initial, dout, retain_graph=True)
-    (whole,) = torch.autograd.grad((out, final), initial, (dout, dfinal))
-    call = make_call(inputs, cu, chunk_size=16)
-    for segments in ([3, 0], [5, 2, 1], [], [0, 1, 2, 3, 4, 5]):
-        found = call.entering_gradients(dout, segments)
-        assert_close({"dS_in": found}, {"dS_in": alone[segments]})
-        M, _ = call.summaries(segments, with_transition=True)
-        assert M is not None
-        assert_close({"dS_in": found + M.mT @ dfinal[segments]}, {"dS_in": whole[segments]})
-    with smallest_tiles():
-        found = make_call(inputs, cu, chunk_size=4).entering_gradients(dout, [3, 0])
-    assert_close({"dS_in": found}, {"dS_in": alone[[3, 0]]})
-
-
-def test_a_call_made_anew_goes_back() -> None:
-    """Forward and backward apart, for callers with an autograd of their own; absent states are zero."""
-    inputs, cu = make_inputs(512, 2), [0, 23, 512]
-    rng = torch.Generator().manual_seed(1)
-    dout = torch.randn(inputs["v"].shape, generator=rng, dtype=torch.float64)
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    *tensors, initial = leaves.values()
-    q, k, v, g, beta = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
-    for states in (initial, torch.zeros_like(initial).requires_grad_()):
-        out, _ = gated_delta_recurrent(*tensors, cu, states, qk_l2norm=True)
-        expected = torch.autograd.grad(out, [*tensors, states], dout)
-        with smallest_tiles():
-            first = GatedDeltaCall(q, k, v, g, beta, cu, RuleOptions(chunk_size=16))
-            given = None if states is not initial else inputs["initial"]
-            out_again, _ = first.forward(given)
-            assert first.kept
-            second = GatedDeltaCall(q, k, v, g, beta, cu, RuleOptions(chunk_size=16), kept=first.kept)
-            grads = second.backward(dout, given, None)
-        assert_close({"out": out_again}, {"out": out.detach()})
-        assert_close(dict(zip(leaves, grads, strict=True)), dict(zip(leaves, expected, strict=True)))
-
-
-def test_parts_of_16_bit_inputs_are_computed_in_float32() -> None:
-    inputs, cu = {name: x.bfloat16() for name, x in make_inputs(90, 2).items()}, [0, 23, 90]
-    wide = {name: x.float() for name, x in inputs.items()}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = [*make_call(inputs, cu).summaries([0, 1], with_transition=True)]
-        found.append(make_call(inputs, cu).entering_gradients(inputs["v"], [0, 1]))
-    expected = [*make_call(wide, cu).summaries([0, 1], with_transition=True)]
-    expected.append(make_call(wide, cu).entering_gradients(wide["v"], [0, 1]))
-    for x, y in zip(found, expected, strict=True):
-        assert x is not None and y is not None and x.dtype == torch.float32 and torch.equal(x, y)
 
 
 @pytest.mark.parametrize("used", ["out", "final"])

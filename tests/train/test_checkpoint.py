@@ -4,108 +4,32 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
-import resource
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from seqbraid import BraidedModel, Mesh, pack, parallelize
+from seqbraid import Mesh, pack, parallelize
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.checkpoint import files
-from seqbraid.train.checkpoint.checkpoints import CheckpointError, Checkpoints, Failed, Published
+from seqbraid.train.checkpoint.checkpoints import Checkpoints, Published
 from tests.helpers import ranks
-
-STATE = {"schedule": {"step": 2}, "loader": {"buffer": [[3, 17], [4, 9]], "epoch": 1}, "best": None}
-
-
-class MasterAdam(torch.optim.Optimizer):
-    """bf16 parameters beside float32 master weights, with a step that is a plain number."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["step"] = 0
-                    state["master"] = p.detach().float()
-                    state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
-                state["step"] += 1
-                state["exp_avg"].lerp_(p.grad.float(), 0.1)
-                state["master"].sub_(group["lr"] * state["exp_avg"])
-                p.copy_(state["master"])
-
-
-def build(mesh: Mesh, family: str, seed: int, **changes: Any) -> tuple[BraidedModel, torch.optim.Optimizer]:
-    """A model with a frozen parameter and its optimizer; 97 rows of vocabulary, so that shards are uneven."""
-    dtype = changes.pop("dtype", torch.float32)
-    model = parallelize(tiny_model(family, seed=seed, dtype=dtype, **changes), mesh)
-    next(p for name, p in model.named_parameters() if "layers.1" in name).requires_grad_(False)
-    if dtype == torch.bfloat16:
-        return model, MasterAdam(model.parameters(), lr=1e-2)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(mesh: Mesh, model: BraidedModel, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for step in range(steps):
-        samples = random_samples([9, 40, 5], 97, seed=step + 10 * mesh.data_rank, ignored="none")
-        model(pack(samples, model.model.config, mesh)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole(model: BraidedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Every number of model and optimizer, gathered and cloned, without the code under test."""
-
-    def full(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-    found = {name: full(tensor) for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for entry, value in optimizer.state.get(parameter, {}).items():
-            found[f"{name}:{entry}"] = full(value)
-    return found
-
-
-def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    def same(x: Any, y: Any) -> bool:
-        if isinstance(x, Tensor) and isinstance(y, Tensor):
-            return x.dtype == y.dtype and x.shape == y.shape and bool((x == y).all())
-        return type(x) is type(y) and x == y
-
-    return sorted(a.keys() ^ b.keys()) + [name for name in a.keys() & b.keys() if not same(a[name], b[name])]
-
-
-def prepare(folder: Path, steps: int = 2, **options: Any) -> tuple[Any, ...]:
-    mesh = Mesh()
-    model, optimizer = build(mesh, "llama", 0)
-    train(mesh, model, optimizer, steps)
-    return Checkpoints(folder, mesh, **options), model, optimizer
+from tests.helpers.checkpoints import (
+    STATE,
+    build,
+    differences,
+    no_pickle,
+    prepare,
+    published,
+    save,
+    train,
+    whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -144,23 +68,6 @@ def test_round_trip_is_bit_for_bit_and_unpickles_nothing(
     assert ("model.model.lm_head.weight" in keys) != changes.get("tie_word_embeddings", False)
 
 
-@contextmanager
-def no_pickle() -> Iterator[None]:
-    """Nothing is pickled or unpickled inside, neither to a file nor on the way between ranks."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise AssertionError("something was pickled or unpickled")
-
-    with ExitStack() as stack:
-        for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
-            stack.enter_context(mock.patch.object(pickle, name, refuse))
-        for name in ("_pickler", "_unpickler"):
-            stack.enter_context(mock.patch.object(distributed_c10d, name, refuse))
-        for name in ("save", "load"):
-            stack.enter_context(mock.patch.object(torch, name, refuse))
-        yield
-
-
 def test_saving_a_fresh_optimizer_leaves_it_fresh(tmp_path: Path) -> None:
     checkpoints, model, optimizer = prepare(tmp_path, steps=0, asynchronous=False)
     checkpoints.save(0, model, optimizer, {})
@@ -187,15 +94,6 @@ def save_on(folder: str, sizes: dict[str, int], family: str, changes: dict[str, 
         )  # leaves the root's parameters gathered
     save(Checkpoints(Path(folder), mesh), model, optimizer)
     return whole(model, optimizer)
-
-
-def save(checkpoints: Checkpoints, model: BraidedModel, optimizer: torch.optim.Optimizer) -> None:
-    with no_pickle():
-        checkpoints.save(2, model, optimizer, STATE, {"own": torch.full((3,), checkpoints.mesh.rank)})
-        events: list[Any] = []
-        while not events:
-            events = checkpoints.poll()
-    assert [type(event) for event in events] == [Published]
 
 
 def load_on(
@@ -380,183 +278,3 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     (tmp_path / "step-00000060.tmp").mkdir()
     assert checkpoints.last() is not None and (tmp_path / "mine.tmp").exists()
     assert not (tmp_path / "step-00000060.tmp").exists()
-
-
-def published(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("step-????????"))
-
-
-# A kill at any moment.
-
-
-def test_a_kill_at_any_system_call_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    script = [sys.executable, "-c", f"from {__name__} import sweep; sweep({str(tmp_path)!r})"]
-    done = subprocess.run(script, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    for outcomes in json.loads(done.stdout):
-        # Old, old, …, new, new: never back, and both ends are there.
-        assert outcomes == sorted(outcomes) and outcomes[0] == "1 old" and outcomes[-1] == "2 new"
-        assert len(outcomes) > 25
-
-
-CALLS = ("open", "write", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
-
-
-def sweep(folder: str) -> None:
-    """For k = 1, 2, …: a forked process saves and kills itself at its k-th system call that changes files."""
-    torch.set_num_threads(1)
-    # A killed process leaves the page cache whole, so that memory serves as well as a disk, and is quicker.
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else folder) as root:
-        save_small(Path(root) / "first", 10, 1.0)
-        print(json.dumps([sweep_one(Path(root), step) for step in (20, 10)]))
-
-
-def sweep_one(root: Path, step: int) -> list[str]:
-    outcomes = []
-    for k in range(1, 1000):
-        where = root / f"{step}-{k}"
-        shutil.copytree(root / "first", where)
-        child = os.fork()
-        if not child:
-            kill_at(k)
-            save_small(where, step, 2.0)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        model = torch.nn.Linear(3, 2)
-        checkpoints = Checkpoints(where, Mesh(), keep=1)
-        path = checkpoints.last()
-        assert path is not None, k
-        state = checkpoints.load(path, model, None)
-        values = set(model.weight.flatten().tolist())
-        assert values == {state["value"]}, (k, state, values)
-        save_small(where, 30, 3.0)  # the run goes on as if nothing had been
-        assert checkpoints.last() == where / "step-00000030"
-        assert sorted(path.name for path in where.iterdir()) == ["last", "step-00000030"], k
-        outcomes.append("1 old" if state["value"] == 1.0 else "2 new")
-        if status == 0:
-            return outcomes
-        assert os.WTERMSIG(status) == signal.SIGKILL, status
-    raise AssertionError("a save of more than a thousand calls")
-
-
-def save_small(folder: Path, step: int, value: float) -> None:
-    model = torch.nn.Linear(3, 2)
-    torch.nn.init.constant_(model.weight, value)
-    checkpoints = Checkpoints(folder, Mesh(), keep=1)
-    checkpoints.save(step, model, None, {"value": value})
-    checkpoints.finish()
-    checkpoints._thread.shutdown()
-
-
-def kill_at(k: int) -> None:
-    """Make this process kill itself in the middle of its k-th call."""
-    lock, count = threading.Lock(), 0
-
-    def wrap(name: str) -> None:
-        real = getattr(os, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            with lock:
-                count += 1
-                if count == k:
-                    if name == "write":
-                        real(args[0], args[1][: len(args[1]) // 2])  # torn
-                    os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        setattr(os, name, call)
-
-    for name in CALLS:
-        wrap(name)
-
-
-# A disk that fills up.
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """A file system of 1 MiB where mounting is permitted; gives whether it is one."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    try:
-        yield mounted
-    finally:
-        if mounted:
-            subprocess.run(["umount", str(folder)], check=True)
-
-
-def fill_disk(folder: str, mounted: bool, on_error: Any) -> list[Any]:
-    mesh = Mesh(dp_shard=2)
-    small, large = (parallelize(tiny_model("llama", vocab_size=n), mesh) for n in (97, 16000))
-    checkpoints = Checkpoints(Path(folder), mesh, on_error=on_error)
-    checkpoints.save(1, small, None, {})
-    events: list[Any] = checkpoints.finish()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    if not mounted:  # the kernel's other way to refuse a write
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, limits[1]))
-    try:
-        checkpoints.save(2, large, None, {})
-        try:
-            while len(events) < 2:
-                events += checkpoints.poll()
-        except CheckpointError as error:
-            events.append(str(error))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    leftovers = [path.name for path in Path(folder).iterdir()]
-    last = checkpoints.last()
-    assert last is not None
-    checkpoints.load(last, small, None)
-    checkpoints.save(3, small, None, {})
-    return [last.name, sorted(leftovers), *events, *checkpoints.finish()]
-
-
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_full_disk_stops_or_is_reported_on_every_rank(tmp_path: Path, on_error: str) -> None:
-    disk = tmp_path / "disk"
-    with small_disk(disk) as mounted:
-        reason = "No space left on device" if mounted else "File too large"
-        results = ranks.run(fill_disk, 2, str(disk), mounted, on_error)
-        assert results[0][1] == ["last", "step-00000001"]  # as seen by the rank that clears away
-        for last, _, first, second, third in results:
-            assert last == "step-00000001"
-            assert isinstance(first, Published) and first.step == 1
-            if on_error == "stop":
-                assert "step 2 could not be written" in second and reason in second
-            else:
-                assert isinstance(second, Failed) and second.step == 2 and reason in second.reason
-            assert isinstance(third, Published) and third.step == 3
-
-
-def lose_the_folder(folder: str) -> str:
-    mesh = Mesh(dp_shard=2)
-    model = parallelize(tiny_model("llama"), mesh)
-    checkpoints = Checkpoints(Path(folder) / "run", mesh)
-    checkpoints.save(1, model, None, {})
-    checkpoints.finish()
-    if mesh.rank == 0:
-        os.rename(Path(folder) / "run", Path(folder) / "elsewhere")
-    checkpoints.save(2, model, None, {})
-    checkpoints.finish()
-    return "unreachable"
-
-
-def test_a_missing_folder_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    for error in ranks.errors(lose_the_folder, 2, str(tmp_path)):
-        assert error.kind == "CheckpointError" and "No such file or directory" in error.message
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
-    parts = [b"abc", memoryview(bytes(range(256)) * 70_000), b""]
-    record = files.write_file(tmp_path / "file", parts)
-    data = (tmp_path / "file").read_bytes()
-    assert data == b"".join(parts) and record == (len(data), zlib.crc32(data))
-    assert files.read_record(tmp_path / "file") == record

@@ -21,7 +21,7 @@ from seqbraid.train.run import train as train_command
 from seqbraid.train.signals import POLITE, stop_on_signals
 from seqbraid.train.trainer import Trainer
 from tests.helpers.ranks import errors, run
-from tests.train.test_train_edges import RING, config, everything, folder, logged, train  # noqa: F401
+from tests.helpers.runs import RING, config, everything, folder, logged, train  # noqa: F401
 
 AGENT = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1"}
 

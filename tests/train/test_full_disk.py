@@ -14,8 +14,8 @@ from seqbraid.train.config import CheckpointConfig, MeshConfig, TrainConfig
 from seqbraid.train.log import Sinks
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
+from tests.helpers.checkpoints import published, small_disk
 from tests.helpers.ranks import errors, run
-from tests.train.test_checkpoint import published, small_disk
 from tests.train.test_run_export import config, examples  # noqa: F401
 from tests.train.test_train import losses, train
 

@@ -20,7 +20,7 @@ from seqbraid.train.config import TrainConfig, load_config, parse_config
 from seqbraid.train.dry_run import dry_run
 from seqbraid.train.lock import LOCK_FILE, Lock
 from tests.helpers.ranks import errors, run
-from tests.train.test_train_edges import RING, config, folder, train  # noqa: F401
+from tests.helpers.runs import RING, config, folder, train  # noqa: F401
 
 
 @contextmanager

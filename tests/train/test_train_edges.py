@@ -3,149 +3,38 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from PIL import Image
-from safetensors.torch import load_file
 
-from seqbraid.ops.kernels import KernelOptions
 from seqbraid.train.checkpoint import files as checkpoint_files
 from seqbraid.train.config import (
     CheckpointConfig,
-    DataConfig,
-    LogConfig,
     LoraConfig,
     MeshConfig,
-    StepConfig,
     TrainConfig,
 )
-from seqbraid.train.log import current_records, read_log
-from seqbraid.train.nonfinite import NonFiniteError
-from seqbraid.train.setup import make_mesh
+from seqbraid.train.log import read_log
 from seqbraid.train.trainer import Trainer
 from tests.helpers.ranks import errors, run
-
-DATA_RANKS, RING = MeshConfig(dp_shard=2), MeshConfig(ring=2)
-ROW = 192
-
-
-def said(number: int) -> dict[str, Any]:
-    """A conversation of some ten to eighty tokens."""
-    question = f"How many are {number} and {number * 7 % 13}? " + "Read the digits. " * (number % 5)
-    return {
-        "messages": [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": f"The answer is {number}."},
-        ]
-    }
-
-
-def shown(number: int, image: str) -> dict[str, Any]:
-    """One about a picture."""
-    messages = [
-        {"role": "user", "content": "<image>What is in the picture?"},
-        {"role": "assistant", "content": f"The number is {number}."},
-    ]
-    return {"messages": messages, "images": [image]}
-
-
-def write(path: Path, records: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts; and eight pictures, then enough text for whole steps of it, again and again."""
-    found = tmp_path_factory.mktemp("data")
-    for number in range(4):
-        Image.new("RGB", (32 + 16 * number, 48), (60 * number, 90, 10)).save(found / f"{number}.png")
-    (found / "cut.png").write_bytes((found / "3.png").read_bytes()[:-40])
-    write(found / "text.jsonl", [said(number) for number in range(40)])
-    write(found / "eval.jsonl", [said(number) for number in range(50, 57)])
-    write(
-        found / "mixed.jsonl",
-        [shown(number, f"{number % 4}.png") if number % 32 < 8 else said(number) for number in range(96)],
-    )
-    return found
-
-
-def config(
-    folder: Path,
-    out: Path,
-    data: str = "text",
-    train: dict[str, Any] | None = None,
-    evaluated: bool = False,
-    **changes: Any,
-) -> TrainConfig:
-    """Three rows to a step, which two data ranks cannot share evenly."""
-    base = TrainConfig(
-        model="tiny:qwen3",  # its embeddings are its head
-        out=str(out),
-        precision="float32",
-        data=DataConfig(
-            train=str(folder / f"{data}.jsonl"),
-            eval=str(folder / "eval.jsonl") if evaluated else [],
-            media_root=str(folder),
-            row_tokens=ROW,
-            workers=0,
-            buffer_size=8,
-        ),
-        train=StepConfig(**{"steps": 4, "batch_tokens": 3 * ROW, "lr": 3e-3, **(train or {})}),
-        log=LogConfig(sinks=[], every=1000),
-    )
-    return replace(base, **changes).check()
-
-
-def train(config: TrainConfig) -> None:
-    """A run on this rank."""
-    Trainer(config, make_mesh(config)).run()
-
-
-def train_with(config: TrainConfig, after: Callable[[Trainer], None]) -> None:
-    """A run in which something happens before each step is logged."""
-    trainer = Trainer(config, make_mesh(config))
-    step = trainer._after_step
-
-    def both(metrics: dict[str, float], asked: bool) -> None:
-        after(trainer)
-        step(metrics, asked)
-
-    trainer._after_step = both  # type: ignore[method-assign]
-    trainer.run()
-
-
-def logged(config: TrainConfig, key: str) -> list[float]:
-    return [record[key] for record in current_records(Path(config.out) / "log.jsonl") if key in record]
-
-
-def saved(config: TrainConfig) -> dict[str, bytes]:
-    """Every tensor of the last checkpoint, by name and rank."""
-    checkpoints = Path(config.out) / "checkpoints"
-    paths = sorted((checkpoints / (checkpoints / "last").read_text().strip()).glob("*.safetensors"))
-    tensors = {f"{path.name} {name}": x for path in paths for name, x in load_file(path).items()}
-    return {name: x.reshape(-1).view(torch.uint8).numpy().tobytes() for name, x in tensors.items()}
-
-
-def everything(config: TrainConfig) -> tuple[Any, ...]:
-    """What two runs that are the same bit for bit have in common."""
-    return (*(logged(config, key) for key in ("loss", "grad_norm", "lr", "eval_loss")), saved(config))
-
-
-def assert_same_curves(found: TrainConfig, wanted: TrainConfig) -> None:
-    for key in ("loss", "grad_norm", "lr", "tokens", "label_tokens", "epoch", "eval_loss"):
-        assert logged(found, key) == pytest.approx(logged(wanted, key), rel=1e-5), key
-
+from tests.helpers.runs import (
+    DATA_RANKS,
+    RING,
+    ROW,
+    assert_same_curves,
+    config,
+    everything,
+    logged,
+    said,
+    shown,
+    train,
+    train_with,
+    write,
+)
 
 # --- the same run
 
@@ -353,114 +242,3 @@ def _without_space(config: TrainConfig) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_files, "write_file", write)
         train(config)
-
-
-# --- trouble
-
-
-def _without_model(config: TrainConfig) -> None:
-    train(replace(config, model="/no/model") if os.environ["RANK"] == "1" else config)
-
-
-def _without_data(config: TrainConfig) -> None:
-    missing = replace(config, data=replace(config.data, train="/no/data.jsonl"))
-    train(missing if os.environ["RANK"] == "1" else config)
-
-
-def _with_other_steps(config: TrainConfig) -> None:
-    other = replace(config, train=replace(config.train, steps=3))
-    train(other if os.environ["RANK"] == "1" else config)
-
-
-def _with_a_full_disk(config: TrainConfig) -> None:
-    def fill(trainer: Trainer) -> None:
-        def write(record: Any) -> None:
-            raise OSError("no space left")
-
-        if trainer.step == 2:
-            trainer.sinks._write = write  # type: ignore[method-assign]
-
-    train_with(config, fill)
-
-
-TROUBLE: dict[str, tuple[Callable[[TrainConfig], None], dict[str, Any], str]] = {
-    "a model that one rank cannot find": (_without_model, {}, "/no/model"),
-    "data that one rank cannot find": (_without_data, {}, "/no/data.jsonl"),
-    "a setting of one rank": (_with_other_steps, {}, "train.steps=3"),
-    "a sink that the first rank opens": (train, {"log": LogConfig(sinks=["nowhere"])}, "nowhere"),
-    "a log that the first rank writes": (_with_a_full_disk, {}, "no space left"),
-    "a folder that the first rank makes": (train, {"out": "/proc/none"}, "/proc/none"),
-    "attention that is not installed": (
-        train,
-        {"kernels": KernelOptions(attention="flash_attention_3")},
-        "flash_attention_3",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TROUBLE)
-def test_trouble_of_one_rank_ends_all(folder: Path, tmp_path: Path, case: str) -> None:
-    begin, changes, message = TROUBLE[case]
-    for error in errors(begin, 2, replace(config(folder, tmp_path / "run", mesh=RING), **changes)):
-        assert message in error.message
-
-
-def test_held_out_data_that_is_missing_is_refused_before_the_first_step(folder: Path, tmp_path: Path) -> None:
-    blind = config(folder, tmp_path / "run")
-    blind = replace(blind, data=replace(blind.data, eval="/no/eval.jsonl"))
-    assert "/no/eval.jsonl" in errors(train, 1, blind)[0].message
-    assert not (tmp_path / "run/log.jsonl").exists()
-
-
-def test_gradients_in_float32_sums_are_looked_at_too(folder: Path, tmp_path: Path) -> None:
-    narrow = config(folder, tmp_path / "run", precision="bfloat16")
-    assert errors(train_with, 1, narrow, _poison)[0].kind == NonFiniteError.__name__
-    known = json.loads((tmp_path / "run/nonfinite/step-00000002/rank0.json").read_text())
-    assert known["gradients_not_finite"]
-
-
-def test_weights_that_an_update_made_infinite_are_not_saved(folder: Path, tmp_path: Path) -> None:
-    """The loss of the step was finite; only what is saved shows it."""
-    step = {"steps": 1, "lr": 1e39, "schedule": "constant", "warmup": 0}
-    for precision, mesh, ranks in (("float32", RING, 2), ("bfloat16", MeshConfig(), 1)):
-        wild = config(folder, tmp_path / precision, train=step, precision=precision, mesh=mesh)
-        for error in errors(train, ranks, wild):
-            assert error.kind == NonFiniteError.__name__ and "is not finite" in error.message
-        assert math.isfinite(logged(wild, "loss")[0])
-        assert not list(tmp_path.glob(f"{precision}/checkpoints/step-*"))
-
-
-def _poison(trainer: Trainer) -> None:
-    with torch.no_grad():
-        next(trainer.model.parameters()).mul_(math.nan)
-
-
-TOLD_TO_END = """
-import os, signal, time
-from tests.helpers.toy import ListSource, ToyEncoder, make_loader, records
-
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-settings = {"row_tokens": 32, "rows_per_step": 1, "epochs": 2, "workers": 2}
-loader = make_loader(ListSource(records(37)), ToyEncoder, **settings)
-next(loader)
-os.killpg(0, signal.SIGTERM)
-time.sleep(0.5)
-assert asked and len(list(loader)) > 10
-loader.close()
-print("done")
-"""
-
-
-def test_workers_outlive_a_sigterm_that_goes_to_all_processes_of_a_job() -> None:
-    """As torchrun and schedulers send it: the run needs a step more before it saves and stops."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    found = subprocess.run(
-        [sys.executable, "-c", TOLD_TO_END],
-        start_new_session=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-    )
-    assert found.stdout.strip() == "done", found.stderr

@@ -26,7 +26,7 @@ from seqbraid.train.optimizer import MasterAdamW
 from seqbraid.train.setup import EncoderFactory, make_eval_loader, make_loader, make_mesh, make_model
 from seqbraid.train.trainer import Trainer
 from tests.helpers.ranks import run
-from tests.train.test_train_edges import DATA_RANKS, RING, ROW, config, logged, said, shown, train, write
+from tests.helpers.runs import DATA_RANKS, RING, ROW, config, logged, said, shown, train, write
 
 HERE = Mesh(rank=0, world_size=1)
 

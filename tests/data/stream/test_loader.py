@@ -6,73 +6,20 @@ import json
 import logging
 import multiprocessing
 import os
-import subprocess
-import sys
-from itertools import islice
 from math import prod
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
 import pytest
-import torch
 
 from seqbraid import Mesh
-from seqbraid.data.stream.loader import Loader, StepData
 from seqbraid.layout.packing import CostModel
 from tests.helpers import ranks
+from tests.helpers.loaders import FATES, MESHES, alone, data_workers, joined, loader, on_a_rank, padded, told
 from tests.helpers.toy import ListSource, ToyEncoder, ids, make_loader, records
 
-MESHES = [{"dp_shard": 2}, {"ring": 2}, {"dp_shard": 2, "ring": 2}]
-FATES = {3: "bad", 11: "not json", 17: "body", 20: "lie", 30: "media"}
-
-
-def loader(mesh: Mesh | None = None, source: list[dict[str, Any]] | None = None, **options: Any) -> Loader:
-    settings: dict[str, Any] = {"row_tokens": 32, "rows_per_step": 3, "buffer_size": 8, "epochs": 2}
-    return make_loader(ListSource(source or records(37)), ToyEncoder, mesh, **{**settings, **options})
-
-
-def told(step: StepData) -> tuple[Any, ...]:
-    """What must be the same on every mesh, and this rank's rows."""
-    return (step.step, step.epoch, step.tokens, step.samples), ids(step.rows)
-
-
-def alone(**options: Any) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """The steps of one process, and its state after each."""
-    one = loader(**options)
-    found = [(told(step), one.state_dict()) for step in one]
-    return [step for step, _ in found], [state for _, state in found]
-
-
 # --- meshes
-
-
-def on_a_rank(axes: dict[str, int], options: dict[str, Any], state: Any = None) -> list[Any]:
-    mesh = Mesh(**axes)
-    mine = loader(mesh, **options)
-    if state is not None:
-        mine.load_state_dict(state)
-    return [(mesh.data_rank, told(step), mine.state_dict(), mine.bad) for step in mine]
-
-
-def joined(of_ranks: list[list[Any]]) -> list[tuple[Any, ...]]:
-    """The whole job's steps from those of all ranks, after a look whether the ranks agree."""
-    found = []
-    for at_step in zip(*of_ranks, strict=True):
-        rows: dict[int, Any] = {}
-        for data_rank, (_, mine), _, _ in at_step:
-            assert rows.setdefault(data_rank, mine) == mine, "ranks of a sequence group differ"
-        assert all(rank[1][0] == at_step[0][1][0] for rank in at_step)
-        assert all(rank[2:] == at_step[0][2:] for rank in at_step), "states or reports differ"
-        assert len({len(mine) for mine in rows.values()}) == 1, "micro-batches differ"
-        found.append((at_step[0][1][0], sorted(row for mine in rows.values() for row in mine)))
-    return found
-
-
-def padded(steps: list[tuple[Any, ...]], data_world_size: int) -> list[tuple[Any, ...]]:
-    """One process's steps with the empty rows that several data ranks have, rows in an order of their own."""
-    return [(head, sorted(rows + [[]] * (-len(rows) % data_world_size))) for head, rows in steps]
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
@@ -415,126 +362,3 @@ def test_a_step_waits_for_its_own_samples_alone() -> None:
     start = monotonic()
     waits = [step.wait_s for step in slow]
     assert 0.2 <= sum(waits) <= monotonic() - start
-
-
-# --- workers
-
-
-def data_workers() -> list[BaseProcess]:
-    return [child for child in multiprocessing.active_children() if child.name.startswith("data worker")]
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_workers_give_what_no_workers_give_and_keep_no_descriptors() -> None:
-    source = records(200, dict.fromkeys(range(0, 200, 2), "media"), longest=32)
-    options = {"source": source, "rows_per_step": 20, "epochs": 1}
-    expected = [told(step) for step in loader(**options)]
-    with_workers = loader(**options, workers=2)
-    kept = list(islice(with_workers, 1))
-    before = open_descriptors()
-    kept += list(with_workers)
-    assert open_descriptors() <= before + 2
-    assert [told(step) for step in kept] == expected
-    for step in kept:
-        for sample in (sample for row in step.rows for sample in row):
-            record = source[int(sample["input_ids"][0])]
-            assert ("pixel_values" in sample) == (record["fate"] == "media")
-            if "pixel_values" in sample:
-                assert torch.equal(
-                    sample["pixel_values"], torch.full((record["n"], 1024), float(record["id"]))
-                )
-                sample["pixel_values"].zero_()  # what arrived may be written to
-    assert all(step.wait_s >= 0 for step in kept)
-    with_workers.close()
-    assert not data_workers()
-
-
-class Failing(ToyEncoder):
-    """An encoder that cannot be made."""
-
-    def __init__(self) -> None:
-        raise ValueError("no tokenizer here")
-
-
-def test_errors_in_workers_are_told_apart() -> None:
-    bug = loader(source=records(37, {5: "bug"}), workers=1, on_bad_sample="skip")
-    with pytest.raises(RuntimeError, match=r"(?s)^toy.jsonl:6: KeyError: 'oops'.*in length"):
-        next(bug)
-    bug.close()
-    with pytest.raises(ValueError, match="must be picklable"):
-        make_loader(
-            ListSource(records(5)), lambda: ToyEncoder(), Mesh(), row_tokens=8, rows_per_step=1, workers=1
-        )
-    no_encoder = make_loader(
-        ListSource(records(5)), Failing, Mesh(), row_tokens=32, rows_per_step=1, workers=1
-    )
-    with pytest.raises(RuntimeError, match="no tokenizer here"):
-        next(no_encoder)
-    no_encoder.close()
-
-
-def test_a_worker_that_dies_is_an_error_that_says_so() -> None:
-    dying = loader(workers=2, epochs=40, prefetch_steps=0)
-    next(dying)
-    next(child for child in data_workers() if child.name == "data worker 1").kill()
-    with pytest.raises(RuntimeError, match=r"^data worker 1 \(process \d+\) was ended by SIGKILL"):
-        list(dying)
-    dying.close()
-    assert not data_workers()
-
-
-ORPHANS = """
-import os, sys, time
-from seqbraid import Mesh
-from tests.helpers.toy import ListSource, ToyEncoder, make_loader, records
-
-class Slow(ToyEncoder):
-    def encode(self, record):
-        if record["id"] == 7:
-            print("worker", os.getpid(), flush=True)
-            time.sleep(600)
-        return super().encode(record)
-
-if __name__ == "__main__":
-    source = ListSource(records(64))
-    loader = make_loader(source, Slow, Mesh(), row_tokens=32, rows_per_step=2, workers=2, epochs=None)
-    for step in loader:
-        pass
-"""
-
-
-def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "orphans.py"
-    script.write_text(ORPHANS)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3]), *sys.path])}
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    ) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline().startswith("worker "), "the busy worker"
-        assert len(session(parent.pid)) > 2
-        parent.kill()
-        end = monotonic() + 60  # one may still be starting, on a busy machine
-        while session(parent.pid) - {parent.pid} and monotonic() < end:
-            sleep(0.05)
-        assert not session(parent.pid) - {parent.pid}
-
-
-def session(leader: int) -> set[int]:
-    """The processes of a session, workers and whatever forks them included."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.add(int(stat.parent.name))
-    return found

@@ -14,7 +14,7 @@ import pytest
 from seqbraid.comm.whereabouts import Stopped, Whereabouts
 from seqbraid.data.stream.loader import Loader
 from seqbraid.mesh import Mesh
-from tests.data.stream.test_loader import data_workers
+from tests.helpers.loaders import data_workers
 from tests.helpers.toy import ListSource, ToyEncoder, ids, make_loader, records
 
 FATE = "endless"
