@@ -50,8 +50,9 @@ def _sent_to(layout: SequenceLayout, source: int, target: int) -> list[Message]:
 class Here(Keys):
     """Keys that are here already."""
 
-    def __init__(self, received: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, received: list[tuple[Tensor, Tensor]], home: Gradients | None = None) -> None:
         self.received = iter(received)
+        self.home = home
 
     def fetch(self) -> None:
         """Nothing to fetch."""
@@ -59,6 +60,11 @@ class Here(Keys):
     def take(self) -> tuple[Tensor, Tensor]:
         """Those of the next round."""
         return next(self.received)
+
+    def gradients(self) -> Gradients:
+        """Kept here."""
+        assert self.home is not None
+        return self.home
 
 
 class Kept(Gradients):
@@ -111,7 +117,7 @@ class Rank:
         self.home = Kept()
         tensors = (self.dout, self.q, self.k, self.v, self.out, self.lse)
         self.dq, self.dk, self.dv = ring_backward(
-            *tensors, self.plan, self.scale, Here(self.received), self.home, Wish.kernels
+            *tensors, self.plan, self.scale, Here(self.received, self.home), Wish.kernels
         )
 
 

@@ -58,7 +58,7 @@ def block_attention_backward(
 
     With the blocks' own out and LSE instead, the gradient that flows through the merge would be lost.
     """
-    backward = BlockBackward(dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, plan, scale, kernels)
+    backward = BlockBackward(dout_THD, q_THD, k_SGD, v_SGD, (out_THD, lse_HT), plan, scale, kernels)
     return backward.start().finish()
 
 
@@ -108,10 +108,11 @@ class BlockBackward:
     """`block_attention_backward`: `start`, then `finish`; or `add`, if it `adds` to the gradient of q."""
 
     def __init__(
-        self, dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, out_THD: Tensor, lse_HT: Tensor,
+        self, dout_THD: Tensor, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, seen: tuple[Tensor, Tensor],
         plan: BlockPlan, scale: float, kernels: Kernels = DEFAULT, *, ahead: bool = False,
         adds: bool = False,
     ) -> None:  # fmt: skip
+        """`seen` is the out [T, H, D] and the LSE [H, T] of all keys that a query sees."""
         # Most keys first: a sum that starts with all of them needs no zeros.
         self._groups = sorted(plan.groups(q_THD, v_SGD, kernels), key=lambda group: -num_rows(group.k_rows))
         q_rows, k_rows = [group.q_rows for group in self._groups], [group.k_rows for group in self._groups]
@@ -121,7 +122,7 @@ class BlockBackward:
         self._dkv = [
             _Whole(x, k_rows, apart) if plan.keys_are_apart else _Sum(x, apart) for x in (k_SGD, v_SGD)
         ]
-        tensors = (dout_THD, q_THD, k_SGD, v_SGD, out_THD, lse_HT, scale)
+        tensors = (dout_THD, q_THD, k_SGD, v_SGD, *seen, scale)
         calls = [
             partial(
                 group.backward,

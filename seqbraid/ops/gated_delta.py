@@ -268,9 +268,7 @@ def gated_delta_rule(
     cu_seqlens: Boundaries,
     *,
     initial_state_NHKV: Tensor | None = None,
-    scale: float | None = None,
-    qk_l2norm: bool = True,
-    chunk_size: int = 64,
+    options: RuleOptions = DEFAULTS,
     kernels: Kernels = DEFAULT,
 ) -> tuple[Tensor, Tensor]:
     """The outputs and final states of all segments, each run from its own initial state (zeros when absent).
@@ -287,25 +285,7 @@ def gated_delta_rule(
         beta_TH,
         initial_state_NHKV,
         cu_seqlens,
-        RuleOptions(scale, qk_l2norm, chunk_size),
+        options,
         kernels,
     )
     return out_THV, final_state_NHKV
-
-
-def segment_summary(
-    k_THK: Tensor,
-    v_THV: Tensor,
-    g_TH: Tensor,
-    beta_TH: Tensor,
-    cu_seqlens: Boundaries,
-    *,
-    qk_l2norm: bool = True,
-    chunk_size: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """M [N, H, K, K] and S0 [N, H, K, V] with `final = M @ initial + S0` for every segment; no gradient."""
-    options = RuleOptions(qk_l2norm=qk_l2norm, chunk_size=chunk_size)
-    call = GatedDeltaCall(k_THK, k_THK, v_THV, g_TH, beta_TH, cu_seqlens, options)
-    M, S0 = call.summaries(range(len(call.segments)), with_transition=True)
-    assert M is not None
-    return M, S0

@@ -73,8 +73,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink = ctx.saved_tensors
         keys = Keys(k, v, ctx.plan, ctx.group, "ring again")
-        home = Gradients(ctx.group)
-        gradients = ring_backward(dout, q, k, v, out, lse, ctx.plan, ctx.scale, keys, home, ctx.kernels)
+        gradients = ring_backward(dout, q, k, v, out, lse, ctx.plan, ctx.scale, keys, ctx.kernels)
         dsink = None if sink is None else sink_gradient(dout, out, lse, sink)
         return *gradients, dsink, None, None, None, None
 
@@ -102,7 +101,7 @@ def ring_forward(
 
 def ring_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: RingPlan, scale: float,
-    keys: Keys, home: Gradients, kernels: Kernels = DEFAULT,
+    keys: Keys, kernels: Kernels = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of this rank's queries, keys and values; those of other ranks' keys are sent home."""
     if not plan.rounds:
@@ -110,13 +109,14 @@ def ring_backward(
     shared = slice(plan.num_shared)
     rows, seen = (dout[shared], q[shared]), (out[shared], lse[:, shared].contiguous())
     calls = _in_turn(
-        BlockBackward(dout, q, k, v, out, lse, plan.local, scale, kernels, ahead=True),
-        lambda k, v, blocks: BlockBackward(*rows, k, v, *seen, blocks, scale, kernels, ahead=True, adds=True),
+        BlockBackward(dout, q, k, v, (out, lse), plan.local, scale, kernels, ahead=True),
+        lambda k, v, blocks: BlockBackward(*rows, k, v, seen, blocks, scale, kernels, ahead=True, adds=True),
         plan,
         keys,
     )
     dq, dk, dv = next(calls).finish()
     # Wide, since several ranks may send theirs.
+    home = keys.gradients()
     home.begin(dk[shared].to(lse.dtype), dv[shared].to(lse.dtype), k.dtype)
     places = _places(dq[shared], plan, lse.dtype)
     for call, (before, into), round_ in zip(calls, places, plan.rounds, strict=True):
@@ -187,6 +187,10 @@ class Keys:
         (round_, buffer, transfer), self.under_way = self.under_way, None
         transfer.wait()
         return _parted(round_.sorted(buffer), self.k, self.v)
+
+    def gradients(self) -> Gradients:
+        """The way home of their gradients."""
+        return Gradients(self.group)
 
 
 class Gradients:

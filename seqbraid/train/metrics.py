@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
 GIB = 2.0**30
 
 
-class StepMeter:
-    """Turns the counts of steps into metrics, timing each from the end of the one before.
+@dataclass(frozen=True)
+class StepCounts:
+    """What is counted of a step, over the whole job."""
 
-    Counts are those of the whole job, not of a rank.
-    """
+    tokens: int
+    """Real ones."""
+    labels: int
+    """Tokens that the loss covers."""
+    physical: int
+    """Slots that were computed, padding included."""
+    correct: int | None = None
+    """Labels that had the largest logit."""
+    flops: float | None = None
+    """What the model's arithmetic needed (`plan.flops.ModelFlops.step`)."""
+
+
+class StepMeter:
+    """Turns the counts of steps into metrics, timing each from the end of the one before."""
 
     def __init__(self, devices: int, peak: float | None = None, device: torch.device | str = "cpu") -> None:
         """
         Args:
             devices: how many the job has.
-            peak: FLOP/s that one of them can do at most, as `flops.peak_flops` has it; no MFU without it.
+            peak: FLOP/s that one of them can do at most, by `plan.flops.peak_flops`; no MFU without it.
             device: the one whose memory is looked at.
         """
         if devices < 1:
@@ -36,16 +50,12 @@ class StepMeter:
 
     def step(
         self,
+        counts: StepCounts,
         *,
         loss: float,
         grad_norm: float,
         lr: float,
-        tokens: int,
-        label_tokens: int,
-        physical_tokens: int,
         data_wait_s: float,
-        flops: float | None = None,
-        correct_tokens: int | None = None,
         epoch: float = 0.0,
         fill: float | None = None,
     ) -> dict[str, float]:
@@ -54,15 +64,11 @@ class StepMeter:
         Call it when the loss has arrived on the CPU: before that a GPU may still be at work.
 
         Args:
+            counts: of the whole job's step.
             loss: mean per label token.
             grad_norm: of the whole gradient, before it is clipped.
             lr: learning rate of this step.
-            tokens: real tokens.
-            label_tokens: those among them with a label.
-            physical_tokens: slots that were computed, padding included.
             data_wait_s: how long the step waited for its samples.
-            flops: what the model's arithmetic needed (`flops.ModelFlops.step`).
-            correct_tokens: labels that had the largest logit.
             epoch: passes over the data so far.
             fill: share of the step's rows that holds tokens.
         """
@@ -73,22 +79,22 @@ class StepMeter:
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
-            "tokens_per_s": tokens / seconds,
-            "tokens_per_s_per_device": tokens / seconds / self.devices,
+            "tokens_per_s": counts.tokens / seconds,
+            "tokens_per_s_per_device": counts.tokens / seconds / self.devices,
             "memory_gib": peak_memory(self.device) / GIB,
             "data_wait_s": data_wait_s,
-            "padding": 1.0 - tokens / physical_tokens if physical_tokens else 0.0,
-            "label_tokens": label_tokens,
-            "tokens": tokens,
+            "padding": 1.0 - counts.tokens / counts.physical if counts.physical else 0.0,
+            "label_tokens": counts.labels,
+            "tokens": counts.tokens,
             "epoch": epoch,
             "step_s": seconds,
         }
-        if flops is not None and self.peak is not None:
-            found["mfu"] = flops / (seconds * self.devices * self.peak)
+        if counts.flops is not None and self.peak is not None:
+            found["mfu"] = counts.flops / (seconds * self.devices * self.peak)
         if fill is not None:
             found["fill"] = fill
-        if correct_tokens is not None:
-            found["accuracy"] = correct_tokens / max(label_tokens, 1)
+        if counts.correct is not None:
+            found["accuracy"] = counts.correct / max(counts.labels, 1)
         return {name: float(value) for name, value in found.items()}
 
 

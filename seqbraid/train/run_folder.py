@@ -7,6 +7,7 @@ import socket
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 from ..comm.consensus import gather_objects, raised_by_all
 from ..mesh import Mesh
@@ -14,6 +15,7 @@ from .checkpoint.files import MANIFEST
 from .config import TrainConfig, load_config, to_yaml
 from .ending import forget_ending
 from .lock import LOCK_FILE, Lock
+from .setup import load_model_processor
 
 MARKER = ".seqbraid"
 """A hidden file that says that a folder is of a run."""
@@ -100,7 +102,16 @@ def check_out(folder: Path) -> None:
         raise _unusable(folder, PermissionError(f"{there} cannot be written to"))
 
 
-def write_config(folder: Path, config: TrainConfig) -> None:
+def describe(folder: Path, config: TrainConfig, model_config: Any, mesh: Mesh) -> None:
+    """Write what the folder is a run of; all ranks call it."""
+    with raised_by_all(mesh.cpu_group):
+        if mesh.rank == 0:
+            _write_config(folder, config)
+            model_config.save_pretrained(folder / "model")
+            load_model_processor(config.model).save_pretrained(folder / "model")
+
+
+def _write_config(folder: Path, config: TrainConfig) -> None:
     """`config.yaml` of a run; one that says something else is moved aside, not written over."""
     path, text = folder / "config.yaml", to_yaml(config)
     if path.exists() and not _says(path, config, text):

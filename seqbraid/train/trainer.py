@@ -28,7 +28,7 @@ from .evaluate import evaluate
 from .identity import agree_on_model, check_same_model
 from .log import Sinks, check_sinks, open_sinks
 from .lora import save_adapter
-from .metrics import StepMeter
+from .metrics import StepCounts, StepMeter
 from .nonfinite import NonFiniteError, refuse_not_finite, write_step
 from .optimizer import (
     MasterAdamW,
@@ -39,13 +39,12 @@ from .optimizer import (
     make_optimizer,
 )
 from .recompute import settle_checkpointing
-from .run_folder import RunFolder, write_config
+from .run_folder import RunFolder, describe
 from .schedule import learning_rate
 from .seeds import drawn_seed, seed_everything
 from .setup import (
     adapted_weights,
     braid,
-    load_model_processor,
     make_device,
     make_eval_loader,
     make_loader,
@@ -132,7 +131,8 @@ class Trainer:
         if last is not None:
             self.where.starts(f"reading the checkpoint {last.name}")
             self._resume(last)
-        self._describe()
+        # Nothing is left that could refuse the run.
+        describe(self.folder, self.config, self.model_config, mesh)
         compute = torch.float32 if config.precision == "float32" else torch.bfloat16
         self.meter = StepMeter(mesh.world_size, peak_flops(self.device, compute), self.device)
         self.asked_by: str | None = None
@@ -248,16 +248,19 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         self.trained += 1
+        counts = StepCounts(
+            agreed.counts["tokens"],
+            agreed.label_tokens,
+            agreed.counts["physical_tokens"],
+            correct=int(out.correct_tokens),
+            flops=1e6 * agreed.counts["megaflops"],
+        )
         metrics = self.meter.step(
+            counts,
             loss=loss,
             grad_norm=norm,
             lr=rate,
-            tokens=agreed.counts["tokens"],
-            label_tokens=agreed.label_tokens,
-            physical_tokens=agreed.counts["physical_tokens"],
             data_wait_s=data.wait_s,
-            flops=1e6 * agreed.counts["megaflops"],
-            correct_tokens=int(out.correct_tokens),
             epoch=data.epoch,
             fill=data.fill,
         )
@@ -386,14 +389,6 @@ class Trainer:
         self.changes = changes(state["config"], as_dict(self.config), self.step)
         # Of the run as it is now: its number of steps or epochs may have changed.
         self.progress = self._progress(self.step)
-
-    def _describe(self) -> None:
-        """Write what the folder is a run of, once nothing is left that could refuse it."""
-        with raised_by_all(self.mesh.cpu_group):
-            if self.mesh.rank == 0:
-                write_config(self.folder, self.config)
-                self.model_config.save_pretrained(self.folder / "model")
-                load_model_processor(self.config.model).save_pretrained(self.folder / "model")
 
     @contextmanager
     def _sinks(self) -> Iterator[Sinks]:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from seqbraid.ops import gated_delta_chunks
-from seqbraid.ops.gated_delta import gated_delta_rule
+from seqbraid.ops.gated_delta import GatedDeltaCall, gated_delta_rule
+from seqbraid.ops.gated_delta_call import RuleOptions
 from seqbraid.ops.reference import gated_delta_recurrent
 
 Rule = Callable[..., tuple[Tensor, Tensor]]
@@ -63,6 +64,21 @@ def make_inputs(
     return inputs
 
 
+def with_options(*tensors: Any, initial_state_NHKV: Tensor | None = None, **options: Any) -> Any:
+    """`gated_delta_rule`, its options by name as the recurrence has them."""
+    return gated_delta_rule(*tensors, initial_state_NHKV=initial_state_NHKV, options=RuleOptions(**options))
+
+
+def segment_summary(
+    k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: list[int], **options: Any
+) -> tuple[Tensor, Tensor]:
+    """M [N, H, K, K] and S0 [N, H, K, V] with `final = M @ initial + S0` for every segment."""
+    call = GatedDeltaCall(k, k, v, g, beta, cu, RuleOptions(**options))
+    M, S0 = call.summaries(range(len(call.segments)), with_transition=True)
+    assert M is not None
+    return M, S0
+
+
 def run(
     rule: Rule, inputs: dict[str, Tensor], cu: list[int], dtype: torch.dtype | None = None, **options: object
 ) -> dict[str, Tensor]:
@@ -93,6 +109,6 @@ def check(lengths: list[int], padding: tuple[int, int], l2norm: bool, chunk_size
     cu = list(accumulate(lengths, initial=padding[0]))
     inputs = make_inputs(cu[-1] + padding[1], len(lengths), **shape)
     expected = run(gated_delta_recurrent, inputs, cu, qk_l2norm=l2norm)
-    assert_close(run(gated_delta_rule, inputs, cu, qk_l2norm=l2norm, chunk_size=chunk_size), expected)
+    assert_close(run(with_options, inputs, cu, qk_l2norm=l2norm, chunk_size=chunk_size), expected)
     with smallest_tiles():
-        assert_close(run(gated_delta_rule, inputs, cu, qk_l2norm=l2norm, chunk_size=chunk_size), expected)
+        assert_close(run(with_options, inputs, cu, qk_l2norm=l2norm, chunk_size=chunk_size), expected)

@@ -142,7 +142,8 @@ def test_rows_of_no_block_keep_what_they_had() -> None:
 
     gradient = torch.full_like(q, torch.nan)
     arguments = (dout, q, k, v, in_place, lse, plan, 0.3)
-    dk, dv = BlockBackward(*arguments, adds=True).start().add(out, gradient)
+    first, seen, rest = arguments[:4], arguments[4:6], arguments[6:]
+    dk, dv = BlockBackward(*first, seen, *rest, adds=True).start().add(out, gradient)
     for got, wanted in zip((gradient - out, dk, dv), block_attention_backward(*arguments), strict=True):
         assert wanted.norm() > 0.1 and relative(got, wanted) < 1e-13
     assert torch.equal(gradient[nobody], out[nobody])

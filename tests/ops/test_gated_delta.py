@@ -15,7 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from seqbraid.ops.chunk_plan import ChunkPlan
 from seqbraid.ops.gated_delta import gated_delta_rule
 from seqbraid.ops.reference import gated_delta_recurrent
-from tests.helpers.gated_delta import Rule, assert_close, check, make_inputs, run, smallest_tiles
+from tests.helpers.gated_delta import (
+    Rule,
+    assert_close,
+    check,
+    make_inputs,
+    run,
+    smallest_tiles,
+    with_options,
+)
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 0, 257)
 DECAYS = ("none", "usual", "strong", "mixed")
@@ -106,7 +114,7 @@ def test_reference_is_the_stock_rule(scale: float | None) -> None:
 def test_scale_is_applied() -> None:
     inputs, cu = make_inputs(40, 2), [0, 23, 40]
     assert_close(
-        run(gated_delta_rule, inputs, cu, scale=0.7, qk_l2norm=False),
+        run(with_options, inputs, cu, scale=0.7, qk_l2norm=False),
         run(gated_delta_recurrent, inputs, cu, scale=0.7),
     )
 
@@ -208,18 +216,18 @@ def test_gradients_under_checkpoint_are_the_same() -> None:
 
     def checkpointed(*args: Tensor, initial_state_NHKV: Tensor) -> tuple[Tensor, Tensor]:
         return checkpoint(
-            gated_delta_rule, *args, initial_state_NHKV=initial_state_NHKV, chunk_size=8, use_reentrant=False
+            with_options, *args, initial_state_NHKV=initial_state_NHKV, chunk_size=8, use_reentrant=False
         )
 
     with smallest_tiles():
-        actual, expected = run(checkpointed, inputs, cu), run(gated_delta_rule, inputs, cu, chunk_size=8)
+        actual, expected = run(checkpointed, inputs, cu), run(with_options, inputs, cu, chunk_size=8)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_backward_can_be_run_again() -> None:
     leaves = [x.requires_grad_() for x in make_inputs(90, 1).values()]
     with smallest_tiles():
-        out, _ = gated_delta_rule(*leaves[:5], [0, 90], initial_state_NHKV=leaves[5], chunk_size=8)
+        out, _ = with_options(*leaves[:5], [0, 90], initial_state_NHKV=leaves[5], chunk_size=8)
         first, second = (torch.autograd.grad(out.sum(), leaves, retain_graph=True) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
@@ -234,7 +242,7 @@ def test_keeps_the_inputs_and_few_states_for_backward() -> None:
         return x
 
     with smallest_tiles(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        gated_delta_rule(
+        with_options(
             *list(inputs.values())[:5], [0, 512], initial_state_NHKV=inputs["initial"], chunk_size=16
         )
     # 32 chunks in tiles of 8: the states that enter the second, third and fourth tile.
@@ -276,6 +284,6 @@ def test_input_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"initial state .* must be"):
         gated_delta_rule(q, k, v, g, beta, [0, 5, 10], initial_state_NHKV=initial)
     with pytest.raises(ValueError, match="chunk_size 0"):
-        gated_delta_rule(q, k, v, g, beta, [0, 10], chunk_size=0)
+        with_options(q, k, v, g, beta, [0, 10], chunk_size=0)
     with pytest.raises(ValueError, match="cu_seqlens"):
         gated_delta_rule(q, k, v, g, beta, [0, 11])

@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqbraid.ops.gated_delta import GatedDeltaCall, gated_delta_rule, segment_summary
+from seqbraid.ops.gated_delta import GatedDeltaCall
 from seqbraid.ops.gated_delta_call import RuleOptions
 from seqbraid.ops.reference import gated_delta_recurrent
-from tests.helpers.gated_delta import assert_close, make_inputs, run, smallest_tiles
+from tests.helpers.gated_delta import (
+    assert_close,
+    make_inputs,
+    run,
+    segment_summary,
+    smallest_tiles,
+    with_options,
+)
 
 from .test_gated_delta import DECAYS
 
@@ -25,16 +32,14 @@ def test_two_parts_equal_the_whole(split: int) -> None:
         q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: list[int], initial_state_NHKV: Tensor
     ) -> tuple[Tensor, Tensor]:
         first, second = ([x[part] for x in (q, k, v, g, beta)] for part in (slice(split), slice(split, None)))
-        out_first, state = gated_delta_rule(
+        out_first, state = with_options(
             *first, [0, split], initial_state_NHKV=initial_state_NHKV, chunk_size=16
         )
-        out_second, final = gated_delta_rule(
-            *second, [0, 120 - split], initial_state_NHKV=state, chunk_size=16
-        )
+        out_second, final = with_options(*second, [0, 120 - split], initial_state_NHKV=state, chunk_size=16)
         return torch.cat([out_first, out_second]), final
 
     inputs = make_inputs(120, 1)
-    assert_close(run(in_two_parts, inputs, [0, 120]), run(gated_delta_rule, inputs, [0, 120], chunk_size=16))
+    assert_close(run(in_two_parts, inputs, [0, 120]), run(with_options, inputs, [0, 120], chunk_size=16))
 
 
 @pytest.mark.parametrize("l2norm", [True, False])

@@ -84,7 +84,7 @@ def test_one_call_is_the_blocks(name: str, varlen: None, monkeypatch: pytest.Mon
         seen_lse = torch.where(lse.isinf(), 0.0, lse + 0.2)
         gradients = block_attention_backward(dout, q, k, v, 0.7 * out, seen_lse, plan, SCALE)
         dq = out_before.clone()
-        added = BlockBackward(dout, q, k, v, 0.7 * out, seen_lse, plan, SCALE, adds=True).start()
+        added = BlockBackward(dout, q, k, v, (0.7 * out, seen_lse), plan, SCALE, adds=True).start()
         return [out, lse.exp(), merged, merged_lse, *gradients, *added.add(dq, dq), dq]
 
     one_call = fresh(plan)

@@ -21,7 +21,7 @@ from seqbraid.train.run import train as train_command
 from seqbraid.train.signals import POLITE, stop_on_signals
 from seqbraid.train.trainer import Trainer
 from tests.helpers.ranks import errors, run
-from tests.helpers.runs import RING, config, everything, folder, logged, train  # noqa: F401
+from tests.helpers.runs import RING, config, everything, logged, train
 
 AGENT = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "1"}
 
@@ -53,7 +53,7 @@ def command(
         return train_command([str(path)]), said.getvalue()
 
 
-def test_each_signal_saves_and_has_a_status_of_its_own(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_each_signal_saves_and_has_a_status_of_its_own(folder: Path, tmp_path: Path) -> None:
     """One rank hears one, before step 2, 3, …: that step is the last of all."""
     whole = config(folder, tmp_path / "whole", train={"steps": 6}, mesh=RING)
     asked = config(folder, tmp_path / "asked", train={"steps": 6}, mesh=RING)
@@ -85,7 +85,7 @@ def published(settings: TrainConfig) -> str:
     return (Path(settings.out) / "checkpoints/last").read_text().strip()
 
 
-def test_the_end_of_a_run_wins_over_a_signal(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_end_of_a_run_wins_over_a_signal(folder: Path, tmp_path: Path) -> None:
     short = config(folder, tmp_path / "run", train={"steps": 2})
     ((status, _),) = run(command, 1, short, {}, {2: (0, signal.SIGTERM)})
     assert status == 0 and ended(short)["reason"] == "finished"
@@ -127,7 +127,7 @@ def fail_after_a_save(settings: TrainConfig) -> None:
         train(settings)
 
 
-def test_a_save_under_way_is_published_when_the_next_step_fails(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_save_under_way_is_published_when_the_next_step_fails(folder: Path, tmp_path: Path) -> None:
     settings = config(folder, tmp_path / "run", mesh=RING, checkpoint=CheckpointConfig(every=2))
     assert {error.message for error in errors(fail_after_a_save, 2, settings)} == {"the data is odd"}
     assert published(settings) == "step-00000002"
@@ -157,7 +157,7 @@ def command_on_a_full_disk(settings: TrainConfig, step: int) -> tuple[int, str]:
         return command(settings, {}, {})
 
 
-def test_a_disk_that_stays_full_is_said_each_time_and_is_no_success(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_disk_that_stays_full_is_said_each_time_and_is_no_success(folder: Path, tmp_path: Path) -> None:
     careless = CheckpointConfig(every=1, on_error="continue")
     settings = config(folder, tmp_path / "run", mesh=RING, checkpoint=careless)
     found = run(command_on_a_full_disk, 2, settings, 3)

@@ -8,6 +8,7 @@ import math
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from rich.console import Console
 
 from seqbraid.train.log import LOG_FILE, Sinks, current_records, open_sinks, read_log
-from seqbraid.train.metrics import StepMeter, peak_memory
+from seqbraid.train.metrics import StepCounts, StepMeter, peak_memory
 
 
 def quiet() -> Console:
@@ -187,23 +188,24 @@ def test_the_console_has_a_bar_or_lines(tmp_path: Path) -> None:
 def test_the_meter_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    counts = {"loss": 2.0, "grad_norm": 0.5, "lr": 1e-3, "tokens": 900, "label_tokens": 300}
+    facts = {"loss": 2.0, "grad_norm": 0.5, "lr": 1e-3}
+    counted = StepCounts(900, 300, physical=1000, flops=4e6)
     meter = StepMeter(devices=4, peak=1e6)
     now[0] = 102.0
-    found = meter.step(**counts, physical_tokens=1000, data_wait_s=0.1, flops=4e6, correct_tokens=150)
+    found = meter.step(replace(counted, correct=150), **facts, data_wait_s=0.1)
     assert found["step_s"] == 2.0
     assert found["tokens_per_s"] == 450.0 and found["tokens_per_s_per_device"] == 112.5
     assert found["mfu"] == 0.5 and found["accuracy"] == 0.5
     assert found["padding"] == pytest.approx(0.1) and "fill" not in found
     now[0] = 102.5
-    found = meter.step(**counts, physical_tokens=1000, data_wait_s=0.1, fill=0.75, epoch=1.5)
+    found = meter.step(StepCounts(900, 300, 1000), **facts, data_wait_s=0.1, fill=0.75, epoch=1.5)
     assert (found["step_s"], found["fill"], found["epoch"]) == (0.5, 0.75, 1.5)
     now[0] = 110.0
     meter.start()  # an evaluation took 7.5 s
     now[0] = 111.0
-    found = meter.step(**counts, physical_tokens=0, data_wait_s=0.0, flops=4e6)
+    found = meter.step(replace(counted, physical=0), **facts, data_wait_s=0.0)
     assert found["step_s"] == 1.0 and found["padding"] == 0.0 and "accuracy" not in found
-    assert "mfu" not in StepMeter(4).step(**counts, physical_tokens=1000, data_wait_s=0.0, flops=4e6)
+    assert "mfu" not in StepMeter(4).step(counted, **facts, data_wait_s=0.0)
     assert all(type(value) is float for value in found.values())
     with pytest.raises(ValueError, match="devices=0"):
         StepMeter(0)
@@ -214,6 +216,5 @@ def test_memory_is_the_peak_of_the_process() -> None:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kib = int(status["VmHWM"].split()[0])
     assert peak_memory(torch.device("cpu")) == pytest.approx(1024 * kib, rel=0.02)
-    counts = {"tokens": 1, "label_tokens": 1, "physical_tokens": 1}
-    found = StepMeter(1).step(loss=1.0, grad_norm=1.0, lr=1.0, data_wait_s=0.0, **counts)
+    found = StepMeter(1).step(StepCounts(1, 1, 1), loss=1.0, grad_norm=1.0, lr=1.0, data_wait_s=0.0)
     assert found["memory_gib"] == pytest.approx(kib / 2**20, rel=0.02)

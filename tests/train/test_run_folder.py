@@ -20,7 +20,7 @@ from seqbraid.train.config import TrainConfig, load_config, parse_config
 from seqbraid.train.dry_run import dry_run
 from seqbraid.train.lock import LOCK_FILE, Lock
 from tests.helpers.ranks import errors, run
-from tests.helpers.runs import RING, config, folder, train  # noqa: F401
+from tests.helpers.runs import RING, config, train
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def test_a_lock_that_another_took_in_the_meantime_is_left_to_it(tmp_path: Path) 
     theirs.release()
 
 
-def test_a_folder_that_holds_other_things_is_refused_untouched(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_that_holds_other_things_is_refused_untouched(folder: Path, tmp_path: Path) -> None:
     for name in ("config.yaml", "log.jsonl", "model/config.json", "notes/a.txt"):
         out = tmp_path / name.replace("/", "-")
         (out / name).parent.mkdir(parents=True)
@@ -146,7 +146,7 @@ def test_a_folder_that_holds_other_things_is_refused_untouched(folder: Path, tmp
 
 
 def test_an_out_that_is_no_folder_is_named_on_every_rank_and_by_a_dry_run(
-    folder: Path,  # noqa: F811
+    folder: Path,
     tmp_path: Path,
 ) -> None:
     file, link = tmp_path / "file", tmp_path / "link"
@@ -162,7 +162,7 @@ def test_an_out_that_is_no_folder_is_named_on_every_rank_and_by_a_dry_run(
     assert sorted(tmp_path.iterdir()) == [file, link] and file.read_text() == "mine"
 
 
-def test_a_dry_run_refuses_an_out_that_holds_other_things(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_dry_run_refuses_an_out_that_holds_other_things(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds notes\.txt and is no run of seqbraid"):
         dry_run(config(folder, tmp_path))
@@ -174,7 +174,7 @@ def test_a_dry_run_refuses_an_out_that_holds_other_things(folder: Path, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_what_is_nobodys_is_no_reason_to_refuse(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_is_nobodys_is_no_reason_to_refuse(folder: Path, tmp_path: Path) -> None:
     short = config(folder, tmp_path / "run", train={"steps": 1})
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / ".gitignore").write_text("*")
@@ -199,7 +199,7 @@ def _with_a_folder_of_its_own(settings: TrainConfig) -> None:
     train(replace(settings, out=f"{settings.out}{rank}"))
 
 
-def test_a_folder_that_is_not_shared_is_found_at_the_start(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_folder_that_is_not_shared_is_found_at_the_start(folder: Path, tmp_path: Path) -> None:
     for error in errors(_with_a_folder_of_its_own, 2, config(folder, tmp_path / "run", mesh=RING)):
         assert "rank 1 on " in error.message and "one folder that all ranks share" in error.message
     assert not (tmp_path / "run0" / LOCK_FILE).exists()
