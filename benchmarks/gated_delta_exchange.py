@@ -1,6 +1,6 @@
 """What gated-delta layers send over ranks, and what passing states costs a GPU.
 
-`python benchmarks/gated_delta_exchange.py` prints, for the heads of Qwen3.5-9B (16 key / 32 value heads of
+`python -m benchmarks.gated_delta_exchange` prints, for the heads of Qwen3.5-9B (16 key / 32 value heads of
 128, bf16), the bytes that the busiest rank sends in one layer's forward by state passing and by the head
 all-to-all; and, on a GPU with flash-linear-attention, the GPU time of the two-pass scheme on one rank's
 tokens (reduce, scan, run; and back) over one call of flash-linear-attention's function on the same tokens.
@@ -13,11 +13,11 @@ import argparse
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_time import gpu_time
 from seqbraid.layout import SequenceLayout
 from seqbraid.ops.fla_status import fla_missing, fla_wrong
 from seqbraid.ops.gated_delta import make_call
 from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
-from seqbraid.verify.gpu_time import gpu_time
 
 QWEN3_5_9B = HeadSizes(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
 

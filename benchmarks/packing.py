@@ -116,7 +116,8 @@ def main() -> None:
     rows, seconds = timed(lambda: pack_rows(lengths, row_tokens), options.repeats)
     print(f"pack_rows     {seconds:8.3f} s  {len(rows):,} rows, fill {rows.fill:.4%}")
 
-    costs = np.random.default_rng(0).permutation(CostModel().row_costs(rows, lengths))
+    cost = CostModel()
+    costs = np.random.default_rng(0).permutation([cost.of_lengths(lengths[row].tolist()) for row in rows])
     level_share, level_seconds = timed(lambda: waiting_share(costs, level=True), options.repeats)
     print(
         f"level_rows    {level_seconds:8.3f} s  in steps of {ROWS_PER_STEP} rows {NUM_RANKS} ranks wait "

@@ -1,7 +1,7 @@
 """What cutting a row into a ring's blocks costs on a GPU: every rank's compute, replayed one after the other
 on one device.
 
-`python benchmarks/ring_blocks.py` takes one sequence of 128 K tokens and packed rows of 128 K, P = 4 and 8,
+`python -m benchmarks.ring_blocks` takes one sequence of 128 K tokens and packed rows of 128 K, P = 4 and 8,
 and prints for the slowest rank `GPU time of one undivided call / (P × time of the rank)` (the slowest forward
 and the slowest backward, if they are not the same rank's), for the kernels that the library chooses and for
 others, and how far the joined result is from the undivided call. Communication is not in it. Where
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_time import gpu_times
 from seqbraid.layout import SequenceLayout
 from seqbraid.ops import blocks
 from seqbraid.ops.flash_impl import TORCH, flash_impl
@@ -28,7 +29,6 @@ from seqbraid.ops.kernels import DEFAULT, KernelOptions, Kernels
 from seqbraid.sequence_parallel.plans import RowPlans
 from seqbraid.sequence_parallel.ring import Gradients, Keys, ring_backward, ring_forward
 from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
-from seqbraid.verify.gpu_time import gpu_times
 
 TURN_S, TURNS = 0.1, 5
 """Everything that is compared is replayed in turns, so long and so often: at its power limit a GPU changes

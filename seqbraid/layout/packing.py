@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -165,28 +165,13 @@ def _stable_argsort(keys: IntArray) -> IntArray:
     return order
 
 
-def expanded_length(num_ids: int, num_placeholders: int, num_features: int) -> int:
-    """Tokens of a sample once the processor has replaced its media placeholders by one token per feature.
-
-    `num_ids` counts the ids before expansion, `num_placeholders` those of them that stand for an image, a
-    video or a clip, `num_features` the features of them all. Packing, costs and layout go by this length.
-    """
-    if not 0 <= num_placeholders <= num_ids:
-        raise ValueError(f"num_placeholders={num_placeholders} must be between 0 and num_ids={num_ids}")
-    if num_features < num_placeholders or (num_features and not num_placeholders):
-        raise ValueError(
-            f"num_features={num_features} does not fit num_placeholders={num_placeholders}; each "
-            "placeholder has at least one feature, and without placeholders there is none"
-        )
-    return num_ids - num_placeholders + num_features
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Cost of a row, `linear · Σ l + quadratic · Σ l²` over the expanded lengths l of its samples.
 
     The defaults are a dense 8 B decoder's (36 layers of 32 heads × 128) in units of its cost per token:
-    softmax attention costs as much as all the rest for a sample of 44 K tokens.
+    softmax attention costs as much as all the rest for a sample of 44 K tokens. Those of a model at hand are
+    those of its FLOPs (`plan.flops.ModelFlops.cost_model`).
     """
 
     linear: float = 1.0
@@ -196,47 +181,9 @@ class CostModel:
         if not (0 <= self.linear < np.inf and 0 <= self.quadratic < np.inf):
             raise ValueError(f"{self} has a negative or infinite coefficient; a cost grows with the length")
 
-    @classmethod
-    def of_decoder(cls, num_params: int, num_softmax_layers: int, num_heads: int, head_dim: int) -> Self:
-        """FLOPs of a forward and backward pass of a causal decoder.
-
-        A weight that a token is multiplied with costs 2 FLOPs forward and 4 backward: `linear = 6 ·
-        num_params`, counting the head and the active experts but not the embedding table. Softmax attention
-        makes 2 products per visible pair forward and 5 backward (flash recomputes the scores), each 2 ·
-        head_dim FLOPs per head, and a sample has about l²/2 visible pairs: `quadratic = 7 ·
-        num_softmax_layers · num_heads · head_dim`. Gated delta layers are linear in l, and their state update
-        is small beside their projections.
-        """
-        return cls(6.0 * num_params, 7.0 * num_softmax_layers * num_heads * head_dim)
-
     def of_lengths(self, lengths: Sequence[int]) -> float:
         """Cost of one row of samples of these lengths."""
         return float(sum((self.linear + self.quadratic * length) * length for length in lengths))
-
-    def row_costs(self, rows: Rows, lengths: ArrayLike, extra_costs: ArrayLike | None = None) -> FloatArray:
-        """Cost of every row, [num_rows]; `lengths` are those that `rows` was packed from.
-
-        `extra_costs` is what each sample costs beside its tokens, in the units of this model: encoding its
-        media. Of a trained encoder that is 6 FLOPs per multiply-add beside `of_decoder`, of a frozen one 2.
-        """
-        l = np.asarray(lengths, np.float64)
-        if l.shape != rows.row_of_sample.shape:
-            raise ValueError(f"lengths has shape {l.shape}; the rows hold {len(rows.row_of_sample)} samples")
-        costs = (self.linear + self.quadratic * l) * l
-        if extra_costs is not None:
-            costs = costs + _checked_extra_costs(extra_costs, len(costs))
-        return np.bincount(rows.row_of_sample, costs, minlength=rows.num_rows).astype(np.float64, copy=False)
-
-
-def _checked_extra_costs(extra_costs: ArrayLike, num_samples: int) -> FloatArray:
-    extra = np.asarray(extra_costs, np.float64)
-    if extra.shape != (num_samples,):
-        raise ValueError(f"extra_costs has shape {extra.shape}; the rows hold {num_samples} samples")
-    valid = np.isfinite(extra) & (extra >= 0)
-    if not valid.all():
-        sample = int(np.argmin(valid))
-        raise ValueError(f"sample {sample} has extra cost {extra[sample]}; costs are finite and not negative")
-    return extra
 
 
 def level_rows(costs: ArrayLike, num_ranks: int) -> list[list[int]]:

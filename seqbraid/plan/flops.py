@@ -83,7 +83,15 @@ NO_MEDIA = Media()
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """FLOPs of forward and backward, by what they grow with; counted once per model."""
+    """FLOPs of forward and backward, by what they grow with; counted once per model.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(vocab_size=10, hidden_size=4, intermediate_size=8, num_hidden_layers=1,
+    ...                      num_attention_heads=1)
+    >>> weights, pairs = 4 * 4 * 4 + 3 * 4 * 8, 1 + 2 + 3
+    >>> ModelFlops.of(config).step([[3]]) == 3 * (2 * weights * 3 + 2 * 2 * 4 * pairs + 2 * 4 * 10 * 3)
+    True
+    """
 
     token: float
     """Matrices and recurrences of the decoder, for each token."""
@@ -145,24 +153,6 @@ class ModelFlops:
         if media.mel_frames:
             total += _part(self.audio, "sound").step(media.mel_frames)
         return total
-
-
-def step_flops(
-    model_or_config: Any,
-    rows: Sequence[Sequence[int]],
-    label_tokens: int | None = None,
-    media: Media = NO_MEDIA,
-) -> float:
-    """FLOPs of one step; a loop counts its model once with `ModelFlops.of` and calls `step`.
-
-    >>> from transformers import LlamaConfig
-    >>> config = LlamaConfig(vocab_size=10, hidden_size=4, intermediate_size=8, num_hidden_layers=1,
-    ...                      num_attention_heads=1)
-    >>> weights, pairs = 4 * 4 * 4 + 3 * 4 * 8, 1 + 2 + 3
-    >>> step_flops(config, [[3]]) == 3 * (2 * weights * 3 + 2 * 2 * 4 * pairs + 2 * 4 * 10 * 3)
-    True
-    """
-    return ModelFlops.of(model_or_config).step(rows, label_tokens, media)
 
 
 def seen_keys(length: int, window: int | None = None) -> int:

@@ -101,7 +101,7 @@ def published(folder: Path) -> list[int]:
 
 def save(checkpoints: Checkpoints, model: BraidedModel, optimizer: torch.optim.Optimizer) -> None:
     with no_pickle():
-        checkpoints.save(2, model, optimizer, STATE, {"own": torch.full((3,), checkpoints.mesh.rank)})
+        checkpoints.save(2, model, optimizer, STATE)
         events: list[Any] = []
         while not events:
             events = checkpoints.poll()

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.layout.packing import CostModel, expanded_length, level_rows, pack_rows
+from seqbraid.layout.packing import CostModel, level_rows, pack_rows
 
 THOROUGH = settings(max_examples=1000, deadline=None)
 
@@ -77,7 +77,6 @@ def test_a_long_tailed_corpus_fills_its_rows() -> None:
 def test_nothing_to_pack_gives_no_rows() -> None:
     rows = pack_rows([], 8)
     assert len(rows) == 0 and list(rows) == [] and rows.offsets.tolist() == [0] and rows.fill == 1.0
-    assert CostModel().row_costs(rows, []).shape == (0,)
     assert level_rows([], 4) == [[], [], [], []]
 
 
@@ -87,7 +86,7 @@ def test_nothing_to_pack_gives_no_rows() -> None:
         (
             [3, 9, 5, 12],
             8,
-            r"sample 1 has length 9 but a row holds 8 tokens.*>= 12.*over_long='drop' or 'truncate'",
+            r"sample 1 has length 9 but a row holds 8 tokens.*>= 12, or drop or truncate over-long",
         ),
         ([3, 0, 2], 8, "sample 1 has length 0"),
         ([3, 4, -1], 8, "sample 2 has length -1"),
@@ -104,51 +103,23 @@ def test_pack_rows_refuses(lengths: list[int], row_tokens: int, message: str) ->
 
 
 def test_row_cost_is_linear_plus_quadratic_in_its_samples() -> None:
-    rows = pack_rows([6, 3, 5, 2], 8)
-    assert CostModel(10.0, 1.0).row_costs(rows, [6, 3, 5, 2]).tolist() == [80.0 + 36 + 4, 80.0 + 9 + 25]
     assert CostModel(10.0, 1.0).of_lengths([6, 2]) == 80.0 + 36 + 4
-    with pytest.raises(ValueError, match=r"shape \(3,\); the rows hold 4 samples"):
-        CostModel().row_costs(rows, [6, 3, 5])
+    assert CostModel(10.0, 1.0).of_lengths([3, 5]) == 80.0 + 9 + 25
     with pytest.raises(ValueError, match="quadratic=-1"):
         CostModel(1.0, -1.0)
-
-
-def test_extra_cost_of_a_sample_is_added_to_its_row() -> None:
-    """Rows [0, 3] and [1, 2]; the caller's array is left as it is."""
-    rows, extra = pack_rows([6, 3, 5, 2], 8), np.array([100.0, 0.0, 7.0, 1000.0])
-    costs = CostModel(10.0, 1.0).row_costs(rows, [6, 3, 5, 2], extra)
-    assert costs.tolist() == [80.0 + 36 + 4 + 1100, 80.0 + 9 + 25 + 7]
-    assert extra.tolist() == [100.0, 0.0, 7.0, 1000.0]
-    without = CostModel(10.0, 1.0).row_costs(rows, [6, 3, 5, 2])
-    assert CostModel(10.0, 1.0).row_costs(rows, [6, 3, 5, 2], [0, 0, 0, 0]).tolist() == without.tolist()
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ([1.0, 2.0, 3.0], r"extra_costs has shape \(3,\); the rows hold 4 samples"),
-        ([[1.0, 2.0, 3.0, 4.0]], r"shape \(1, 4\)"),
-        ([1.0, 2.0, -3.0, 4.0], "sample 2 has extra cost -3"),
-        ([1.0, float("nan"), 3.0, 4.0], "sample 1 has extra cost nan"),
-        ([float("inf"), 2.0, 3.0, 4.0], "sample 0 has extra cost inf"),
-    ],
-)
-def test_row_costs_refuses_extra_costs(extra: list[float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CostModel().row_costs(pack_rows([6, 3, 5, 2], 8), [6, 3, 5, 2], extra)
 
 
 def test_decoder_cost_counts_its_products() -> None:
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab = 4096, 12288, 36, 32, 8, 128, 151936
     attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
     num_params = layers * (attention + 3 * hidden * intermediate) + hidden * vocab
-    model = CostModel.of_decoder(num_params, layers, heads, head_dim)
+    model = CostModel(6.0 * num_params, 7.0 * layers * heads * head_dim)
 
     length = 10_000
     visible = length * (length + 1) / 2
     products = {"scores": 1, "output": 1, "scores again": 1, "dv": 1, "dp": 1, "dq": 1, "dk": 1}
     flops = 3 * 2 * num_params * length + sum(products.values()) * 2 * head_dim * heads * layers * visible
-    assert model.row_costs(pack_rows([length], length), [length])[0] == pytest.approx(flops, rel=1e-4)
+    assert model.of_lengths([length]) == pytest.approx(flops, rel=1e-4)
     default = CostModel()
     assert default.quadratic / default.linear == pytest.approx(model.quadratic / model.linear, rel=0.02)
 
@@ -173,7 +144,8 @@ def test_rows_of_a_step_are_level_over_ranks_and_in_each_micro_batch(
 def test_ranks_wait_less_for_each_other_than_with_rows_as_they_come() -> None:
     """Steps of 32 full rows of a long-tailed corpus over 8 ranks, which differ in their longest samples."""
     lengths = np.clip(np.random.default_rng(0).lognormal(np.log(1000), 1.3, 40_000), 1, 32768).astype(int)
-    costs = np.random.default_rng(1).permutation(CostModel().row_costs(pack_rows(lengths, 32768), lengths))
+    rows = [CostModel().of_lengths(lengths[row].tolist()) for row in pack_rows(lengths, 32768)]
+    costs = np.random.default_rng(1).permutation(rows)
     waits = {"level": 0.0, "as they come": 0.0}
     for first in range(0, len(costs) - 31, 32):
         step = costs[first : first + 32]
@@ -199,17 +171,3 @@ def test_ranks_wait_less_for_each_other_than_with_rows_as_they_come() -> None:
 def test_level_rows_refuses(costs: list[float], num_ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         level_rows(costs, num_ranks)
-
-
-def test_expanded_length_replaces_placeholders_by_their_features() -> None:
-    assert expanded_length(10, 0, 0) == 10
-    ids = ["text"] * 5 + ["image", "text", "video"]
-    features = {"image": 64, "video": 300}
-    expanded = [token for name in ids for token in [name] * features.get(name, 1)]
-    assert expanded_length(len(ids), 2, 64 + 300) == len(expanded)
-
-
-@pytest.mark.parametrize("counts", [(3, 4, 10), (3, -1, 0), (3, 2, 1), (3, 0, 1), (-1, 0, 0)])
-def test_expanded_length_refuses(counts: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="num_placeholders"):
-        expanded_length(*counts)

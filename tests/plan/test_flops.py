@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from seqbraid.models.parts import towers_of
 from seqbraid.models.tiny.decoders import FAMILIES, GATED_DELTA, tiny_config, tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, tiny_media_model
-from seqbraid.plan.flops import Media, ModelFlops, peak_flops, peak_of, seen_keys, step_flops
+from seqbraid.plan.flops import Media, ModelFlops, peak_flops, peak_of, seen_keys
 from tests.models.test_decoders import EXACT, build
 
 TOKENS = 40
@@ -126,12 +126,12 @@ def test_a_step_is_the_sum_of_its_sequences_however_packed() -> None:
 def test_a_config_alone_is_counted_as_its_model(family: str) -> None:
     model = tiny_media_model(family)
     rows, media = [[20, 9]], Media([(1, 4, 4)], [300] if "omni" in family else [])
-    assert step_flops(model.config, rows, media=media) == step_flops(model, rows, media=media)
+    assert ModelFlops.of(model.config).step(rows, media=media) == ModelFlops.of(model).step(rows, media=media)
 
 
 def test_media_without_a_tower_is_refused() -> None:
     with pytest.raises(ValueError, match="no tower"):
-        step_flops(tiny_config("llama"), [[4]], media=Media([(1, 2, 2)]))
+        ModelFlops.of(tiny_config("llama")).step([[4]], media=Media([(1, 2, 2)]))
 
 
 def test_peaks_are_known_or_not_given() -> None:

@@ -44,9 +44,8 @@ def test_round_trip_is_bit_for_bit_and_unpickles_nothing(
     train(mesh, model, optimizer)
     saved = whole(model, optimizer)
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", mesh)
-    rng = torch.get_rng_state()
     with no_pickle():
-        checkpoints.save(2, model, optimizer, STATE, {"rng": rng})
+        checkpoints.save(2, model, optimizer, STATE)
         with torch.no_grad():  # the copy was taken: what training does now must not show
             for tensor in [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]:
                 if isinstance(tensor, Tensor):
@@ -56,7 +55,6 @@ def test_round_trip_is_bit_for_bit_and_unpickles_nothing(
         other, fresh = build(mesh, family, 1, **changes)
         assert checkpoints.last() == event.path
         assert checkpoints.load(event.path, other, fresh) == STATE
-        assert torch.equal(checkpoints.rank_tensors(event.path)["rng"], rng)
     assert differences(saved, whole(other, fresh)) == []
     assert [p.dtype for p in other.parameters()] == [p.dtype for p in model.parameters()]
     train(mesh, other, fresh)  # the restored optimizer is one that can step
@@ -107,11 +105,9 @@ def load_on(
     assert path is not None
     with no_pickle():
         assert checkpoints.load(path, model, optimizer) == STATE
-        assert checkpoints.rank_tensors(path) == {}
     if again is not None:
         second = Checkpoints(Path(again), mesh)
         save(second, model, optimizer)
-        assert second.rank_tensors(Path(again) / path.name)["own"].tolist() == [mesh.rank] * 3
         held = [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)]
         assert (0 in held) == (mesh.rank >= 2)
     return whole(model, optimizer)

@@ -16,8 +16,6 @@ from .media_samples import item_kinds, media_sample
 VOCABULARY = 120
 IDS = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
 AUDIO_IDS = {"audio_token_id": 104, "audio_start_token_id": 105, "audio_end_token_id": 106}
-FIRST_SPECIAL = 100
-"""Token ids from here on are placeholders and brackets of media."""
 
 TEXT: dict[str, Any] = COMMON | {
     "vocab_size": VOCABULARY,

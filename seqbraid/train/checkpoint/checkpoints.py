@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ from ...mesh import Mesh
 from . import files
 from .choose import WAY_OUT, candidates, choose, set_back
 from .files import FileRecord, check_share
-from .index import DTYPES, Index, check_index, check_tensors, rank_file, rank_key
+from .index import Index, check_index, check_tensors, rank_file
 from .job import CheckpointError, Failed, Job, Published
 from .publish import name_best, publish_on_leaving, publish_written, recover, write_part
 from .read import fill_tensors
@@ -84,7 +84,6 @@ class Checkpoints:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         state: dict[str, Any],
-        tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Copy everything to host memory and start to write it; waits first for a save under way.
 
@@ -93,13 +92,12 @@ class Checkpoints:
             model: what `parallelize` gave.
             optimizer: its optimizer; None saves the model alone.
             state: anything else, as JSON has it; the first rank's is written.
-            tensors: what belongs to this rank alone, such as the state of its random generator.
         """
         start = time.monotonic()
         self._events = self.finish()
         name = files.folder_name(step)
         with self._together():  # after this the folder is there, or nobody can write
-            parts, text = self._stage(model, optimizer, state, tensors or {})
+            parts, text = self._stage(model, optimizer, state)
             no_folder = self._make_folder(name) if self.mesh.rank == 0 else None
         if no_folder is None:
             fresh, rank = self.folder / f"{name}.tmp", self.mesh.rank
@@ -241,29 +239,11 @@ class Checkpoints:
             found: dict[str, Any] = self._open(path, lambda *_: False)[1]["state"]
         return found
 
-    def rank_tensors(self, path: Path) -> dict[str, Tensor]:
-        """The `tensors` that this rank saved; none where another number of ranks saved them."""
-        path = Path(path)
-        with self._reading(path):
-            index, saved = self._open(path, lambda _, name: name == rank_file(self.mesh.rank))
-            if saved["world_size"] != self.mesh.world_size:
-                return {}
-            prefix = rank_key(self.mesh.rank, "")
-            tensors = {
-                key: torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-                for key, entry in index.items()
-                if key.startswith(prefix)
-            }
-            with self._together():
-                fill_tensors(tensors, path, index)
-        return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
-
     def _stage(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         state: dict[str, Any],
-        own: Mapping[str, Tensor],
     ) -> tuple[list[bytes | memoryview], str]:
         """Copy all parts of this rank to host memory; gives its file and the text of `state.json`."""
         check_json(state, "state")
@@ -271,7 +251,6 @@ class Checkpoints:
         if optimizer is not None:
             more, record = optimizer_tensors(model, optimizer, optimizer.state)
             tensors |= more
-        tensors |= {rank_key(self.mesh.rank, name): tensor for name, tensor in own.items()}
         staged = stage_tensors(tensors, self._memory, self.mesh.rank, self.mesh.world_size)
         world_size = self.mesh.world_size
         text = json.dumps({"state": state, "optimizer": record, "base": self.base, "world_size": world_size})

@@ -33,11 +33,6 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def rank_key(rank: int, name: str) -> str:
-    """The key of a tensor that belongs to a rank, not to the model."""
-    return f"rank.{rank}.{name}"
-
-
 def make_index(folder: Path, files: Iterable[str]) -> Index:
     """Where every part of every tensor is, from the headers of all ranks' files."""
     index: Index = {}
