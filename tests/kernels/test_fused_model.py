@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 
 import seqbraid
 from seqbraid import Mesh
-from seqbraid.distributed.memory import MemoryOptions
 from seqbraid.models import fused
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.ops import rows_triton, swiglu_triton
+from seqbraid.ops.kernels import KernelOptions
+from seqbraid.plan.memory import MemoryOptions
 from seqbraid.verify.parity import check_parity
 from tests.helpers import ranks
 from tests.kernels.conftest import interpret
@@ -81,8 +82,10 @@ def test_parity_over_ranks() -> None:
         assert calls
 
 
-def gradients(model: PreTrainedModel, memory: MemoryOptions) -> dict[str, torch.Tensor]:
-    braided = seqbraid.parallelize(model, memory=memory)
+def gradients(
+    model: PreTrainedModel, memory: MemoryOptions, kernels: KernelOptions | None = None
+) -> dict[str, torch.Tensor]:
+    braided = seqbraid.parallelize(model, memory=memory, kernels=kernels)
     batch = seqbraid.pack(random_samples(LENGTHS, 97, seed=3), model.config)
     braided(batch).loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -140,6 +143,29 @@ def test_calls_outside_of_a_step_are_stock(monkeypatch: pytest.MonkeyPatch) -> N
     braided.release()
     assert forwards == {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     assert not [name for name, forward in forwards.items() if forward is not None]
+
+
+def test_a_model_is_taken_over_again_with_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of each time alone, and nothing of them in the modules afterwards."""
+    calls, model = fuse(monkeypatch), model_of("qwen3")
+    takes = fused.takes_triton
+    monkeypatch.setattr(
+        fused,
+        "takes_triton",
+        lambda op, x, kernels: takes(op, x, kernels) and getattr(kernels.options, op.name) != "torch",
+    )
+    stock = KernelOptions(norm="torch", rotary="torch", swiglu="torch")
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    found = []
+    for kernels in (KernelOptions(), stock, KernelOptions(swiglu="torch"), KernelOptions()):
+        calls.clear()
+        found.append(gradients(model, MemoryOptions(), kernels))
+        assert (calls["rows_triton.forward"] > 0) == (kernels.norm == "auto")
+        assert (calls["swiglu_triton.forward"] > 0) == (kernels.swiglu == "auto")
+        after = {name: dict(vars(module)) for name, module in model.named_modules()}
+        assert before.keys() == after.keys()
+        assert all(before[name].keys() == after[name].keys() for name in before)
+    assert all(torch.equal(first, found[3][name]) for name, first in found[0].items())
 
 
 def rows_without(what: str) -> Callable[..., Any]:
