@@ -153,7 +153,7 @@ STEPS = (
     ),
     (
         "media encoders",
-        "models/encoders.py, sequence_parallel/media.py",
+        "models/towers.py, sequence_parallel/media.py",
         "Each image, video or clip is encoded by one rank; its features go to the ranks that own its tokens.",
     ),
     (

@@ -132,6 +132,14 @@ class ModelFlops:
             None if audio is None else AudioFlops.of(parts, audio),
         )
 
+    @staticmethod
+    def if_known(model_or_config: Any) -> ModelFlops | None:
+        """None for a model that we cannot count: it has no utilisation, and trains all the same."""
+        try:
+            return ModelFlops.of(model_or_config)
+        except ValueError:
+            return None
+
     def cost_model(self) -> CostModel:
         """The same for rows that are compared: a window is taken to be as long as the sample or shorter."""
         linear = self.token + self.label + sum(flops * w for w, flops in self.pair.items() if w is not None)

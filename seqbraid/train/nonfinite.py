@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from ..comm.consensus import gather_objects
+from ..data.stream.loader import StepData
 from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from ..models.braided import BraidedModel
-from .optimizer import local
+from ..models.output import StepOutput
+from .optimizer import gradients_by_parameter, local
 
 
 class NonFiniteError(RuntimeError):
@@ -56,7 +58,36 @@ def first_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return next(name for name, x in named.items() if not x.isfinite().all())
 
 
-def write_step(
+class StepFound(NamedTuple):
+    """What a step came to."""
+
+    step: int
+    output: StepOutput
+    grad_norm: float
+
+
+def stop_non_finite(
+    folder: Path,
+    rank: int,
+    model: BraidedModel,
+    optimizer: torch.optim.Optimizer,
+    data: StepData,
+    found: StepFound,
+) -> NoReturn:
+    """Write what this rank was looking at, and end the run."""
+    folder = folder / "nonfinite" / f"step-{found.step:08d}"
+    assert found.output.batch_losses is not None
+    losses = found.output.batch_losses.tolist()
+    facts = {"step": found.step, "grad_norm": repr(found.grad_norm), "samples": data.where}
+    gradients = gradients_by_parameter(optimizer)
+    _write_step(folder, rank, model, gradients, data.prepared.batches, losses, facts)
+    raise NonFiniteError(
+        f"step {found.step}: loss {sum(losses)}, gradient norm {found.grad_norm}; nothing was updated. What "
+        f"each rank was looking at is in {folder}"
+    )
+
+
+def _write_step(
     folder: Path,
     rank: int,
     model: BraidedModel,

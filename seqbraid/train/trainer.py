@@ -16,7 +16,6 @@ from ..comm.whereabouts import Stopped, Whereabouts
 from ..data.stream.loader import StepData
 from ..mesh import Mesh
 from ..models.agreement import Agreed
-from ..models.output import StepOutput
 from ..models.step import Step, agree_on, forward_backward
 from ..plan.flops import ModelFlops, peak_flops
 from .changes import changes, check_unchanged
@@ -29,12 +28,11 @@ from .identity import agree_on_model, check_same_model
 from .log import Sinks, check_sinks, open_sinks
 from .lora import save_adapter
 from .metrics import StepCounts, StepMeter
-from .nonfinite import NonFiniteError, refuse_not_finite, write_step
+from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
 from .optimizer import (
     MasterAdamW,
     clip_gradients,
     gradient_norm,
-    gradients_by_parameter,
     gradients_of,
     make_optimizer,
 )
@@ -94,22 +92,18 @@ class Trainer:
             on_error=config.checkpoint.on_error,
             base=base,
         )
-        last = self._last()
+        last, state = self._last()
         seed_everything(config.seed)
         with raised_by_all(mesh.cpu_group):
             if mesh.rank == 0:
                 (self.folder / "model").mkdir(parents=True, exist_ok=True)
         self.where.starts(f"reading the model {config.model} and splitting it over {mesh.world_size} ranks")
-        state = None if last is None else self.checkpoints.state(last)
         memory, self.chosen = settle_checkpointing(config, mesh, self.device, state)
         self.checkpointing = memory.checkpointing
         self.model = braid(replace(config, memory=memory), mesh, self.device)
         set_group_timeouts(config, mesh)
         self.model_config = self.model.model.config
-        try:
-            self.flops = ModelFlops.of(self.model.model)
-        except ValueError:  # a model that we cannot count has no utilisation, and trains all the same
-            self.flops = None
+        self.flops = ModelFlops.if_known(self.model.model)
         self.optimizer = make_optimizer(self.model, config.train)
         self.where.starts("opening the data and starting its workers")
         if config.data.eval:  # refused now if at all, not when it is first evaluated
@@ -192,8 +186,8 @@ class Trainer:
             self.where.at("waiting for the last checkpoint to be written", limit="start")
             self._report(self.checkpoints.finish())
             if self.config.lora.rank:
-                base_name = split_revision(self.config.model)[0]
-                save_adapter(self.model, self.folder / "adapter", base_name=base_name)
+                name = split_revision(self.config.model)[0]
+                save_adapter(self.model, self.folder / "adapter", base_name=name)
         finally:
             self.loader.close()
         if self.published != folder_name(self.step):
@@ -238,7 +232,8 @@ class Trainer:
         norm = gradient_norm(gradients, self.mesh)
         loss = float(out.mean_loss)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._stop_non_finite(data, out, norm)
+            found = StepFound(self.step + 1, out, norm)
+            stop_non_finite(self.folder, self.mesh.rank, self.model, self.optimizer, data, found)
         clip_gradients(gradients, norm, config.clip_norm)
         before, self.progress = self.progress, self._progress(self.step + 1)
         rate = learning_rate(config, before, self.progress)
@@ -372,13 +367,15 @@ class Trainer:
                     if self.best.get("step") == event.step:  # nobody can have it
                         self.best = self.best_before
 
-    def _last(self) -> Path | None:
+    def _last(self) -> tuple[Path | None, dict[str, Any] | None]:
+        """The checkpoint to go on from, and its state."""
         last = self.checkpoints.last(self.config.resume)
-        if last is not None:
-            state = self.checkpoints.state(last)
-            check_unchanged(state["config"], as_dict(self.config), last)
-            check_same_model(state.get("identity"), self.identity, last)
-        return last
+        if last is None:
+            return None, None
+        state = self.checkpoints.state(last)
+        check_unchanged(state["config"], as_dict(self.config), last)
+        check_same_model(state.get("identity"), self.identity, last)
+        return last, state
 
     def _resume(self, path: Path) -> None:
         state = self.checkpoints.load(path, self.model, self.optimizer)
@@ -392,8 +389,7 @@ class Trainer:
 
     @contextmanager
     def _sinks(self) -> Iterator[Sinks]:
-        log, total = self.config.log, self.config.train.steps
-        sinks = Sinks()
+        log, total, sinks = self.config.log, self.config.train.steps, Sinks()
         with raised_by_all(self.mesh.cpu_group):
             if self.mesh.rank == 0:
                 config, first = as_dict(self.config), self.step + 1
@@ -402,15 +398,3 @@ class Trainer:
             yield sinks
         finally:
             sinks.close()
-
-    def _stop_non_finite(self, data: StepData, out: StepOutput, norm: float) -> None:
-        folder = self.folder / "nonfinite" / f"step-{self.step + 1:08d}"
-        assert out.batch_losses is not None
-        found = out.batch_losses.tolist()
-        facts = {"step": self.step + 1, "grad_norm": repr(norm), "samples": data.where}
-        gradients = gradients_by_parameter(self.optimizer)
-        write_step(folder, self.mesh.rank, self.model, gradients, data.prepared.batches, found, facts)
-        raise NonFiniteError(
-            f"step {self.step + 1}: loss {sum(found)}, gradient norm {norm}; nothing was updated. What each "
-            f"rank was looking at is in {folder}"
-        )

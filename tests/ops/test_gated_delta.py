@@ -192,7 +192,7 @@ def test_either_output_may_be_unused(used: str) -> None:
             for x, grad in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True)
         ]
 
-    actual, expected = only(gated_delta_rule), only(gated_delta_recurrent)
+    actual, expected = only(with_options), only(gated_delta_recurrent)
     assert_close(dict(zip(inputs, actual, strict=True)), dict(zip(inputs, expected, strict=True)))
 
 

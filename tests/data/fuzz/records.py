@@ -231,8 +231,8 @@ def wrong_media() -> Iterator[Case]:
             record = {**talk(f"<{kind}>" * markers + "?"), key: [source] * items}
             expect = f"{markers} <{kind}> markers and {items} items in `{key}`"
             yield Case(line(record), expect, f"{markers} markers, {items} of {key}")
-        part = {**talk([{"type": kind}, {"type": "text", "text": "?"}])}
-        yield Case(line(part), f"1 <{kind}> markers and 0 items", f"{kind} part without source")
+        sourceless = {**talk([{"type": kind}, {"type": "text", "text": "?"}])}
+        yield Case(line(sourceless), f"1 <{kind}> markers and 0 items", f"{kind} part without source")
         system = {"messages": [{"role": "system", "content": [part(kind, source)]}, QUESTION, ANSWER]}
         yield Case(line(system), "system turn with media", f"{kind} for the system")
         answer = {"messages": [QUESTION, {"role": "assistant", "content": [part(kind, source)]}]}
