@@ -19,7 +19,7 @@ from ..models.families import MediaFamily, family_of
 from ..models.media import MediaInput, sample_media
 from ..models.media_tokens import TEXT, token_types
 from ..models.needs import prepare_plans
-from ..models.positions import check_keys, sample_positions, text_positions
+from ..models.positions import sample_positions
 from ..sequence_parallel.plans import RowPlans
 
 
@@ -116,12 +116,10 @@ def build_row(
         ids.append(sample_ids)
         # Shifted here, where the sample's end is known, so that no rank ever needs its neighbour's label.
         targets.append(targets_of(labels))
-        if family is None:
-            positions.append(text_positions(len(sample_ids)))
-        else:
-            # Positions first: they find the item whose placeholders and features do not match.
-            with _named(number):
-                positions.append(sample_positions({**sample, "input_ids": sample_ids}, config))
+        # Positions first: they find the item whose placeholders and features do not match.
+        with _named(number):
+            positions.append(sample_positions({**sample, "input_ids": sample_ids}, config))
+        if family is not None:
             media += sample_media(sample, number, first, sample_ids, config, family, rank)
         first += len(sample_ids)
     if check_media:
@@ -171,8 +169,6 @@ def _checked_sample(
     vocab_size = config.get_text_config().vocab_size
     if "input_ids" not in sample:
         raise ValueError(f"{where} has no input_ids; it has {', '.join(map(str, sample)) or 'no keys'}")
-    with _named(number):
-        check_keys(sample, config)
     ids = _vector(sample["input_ids"], f"{where}: input_ids")
     if not len(ids):
         raise ValueError(f"{where} is empty: input_ids has no token; leave empty samples out")

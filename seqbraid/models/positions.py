@@ -9,15 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .families import family_of
+from .families import MediaFamily, family_of
 from .media_tokens import Ints, as_vector, placeholder_kinds
 
 TEXT_KEYS = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
-
-
-def text_positions(length: int) -> Tensor:
-    """`[4, T]`: text, time, height and width agree where there is no media."""
-    return torch.arange(length).expand(4, -1)
 
 
 def sample_positions(sample: Mapping[str, Any], config: Any) -> Tensor:
@@ -31,11 +26,11 @@ def sample_positions(sample: Mapping[str, Any], config: Any) -> Tensor:
     >>> sample_positions({"input_ids": [1, 7, 7, 2], "image_grid_thw": [[1, 2, 4]]}, config).tolist()
     [[0, 1, 2, 3], [0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]]
     """
-    check_keys(sample, config)
     family = family_of(config)
+    _check_keys(sample, config, family)
     ids_T = as_vector(sample["input_ids"], "input_ids")
-    if family is None:
-        return text_positions(len(ids_T))
+    if family is None:  # text, time, height and width agree where there is no media
+        return torch.arange(len(ids_T)).expand(4, -1)
     _check_types(sample, ids_T, config)
     _check_pixels(sample)
     positions_3T = family.positions(sample, ids_T, config)
@@ -43,9 +38,8 @@ def sample_positions(sample: Mapping[str, Any], config: Any) -> Tensor:
     return torch.cat([text_T[None], positions_3T])
 
 
-def check_keys(sample: Mapping[str, Any], config: Any) -> None:
+def _check_keys(sample: Mapping[str, Any], config: Any, family: MediaFamily | None) -> None:
     """Refuse what the model would not look at."""
-    family = family_of(config)
     known = (*TEXT_KEYS, *((*family.keys, "media_ranks") if family else ()))
     for key in sample:
         if key not in known:
