@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -165,9 +166,17 @@ def _add_train(commands: Commands) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
+    _say_loading(args.rest)
     from .train.run import train
 
     return train(args.rest)
+
+
+def _say_loading(arguments: Sequence[str]) -> None:
+    """What the first seconds are spent on, before anything else can say so; on the first rank alone."""
+    shows = any(argument in arguments for argument in ("-h", "--help", "--print_config"))
+    if "torch" not in sys.modules and not shows and os.environ.get("RANK", "0") == "0":
+        print("   0.0 s  loading PyTorch and transformers", file=sys.stderr, flush=True)
 
 
 def _add_export(commands: Commands) -> None:

@@ -54,3 +54,22 @@ def test_example_learns_alike_alone_and_over_ranks(folder: Path, name: str) -> N
         curves.append(losses(folder / out))
     assert len(curves[0]) == 3 and curves[0][-1] < curves[0][0]
     assert furthest(curves[1], curves[0]) < 1e-5
+
+
+def test_the_manifest_names_its_own_pods_and_volumes() -> None:
+    """Two pods, the first of which is the rendezvous by the name that a JobSet gives it."""
+    import yaml
+
+    job = yaml.safe_load((EXAMPLES / "jobset.yaml").read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (hosts,) = job["spec"]["replicatedJobs"]
+    pods = hosts["template"]["spec"]
+    (container,) = pods["template"]["spec"]["containers"]
+    options = dict(part.split("=") for part in container["command"] if part.startswith("--") and "=" in part)
+    name = job["metadata"]["name"]
+    assert options["--rdzv-endpoint"] == f"{name}-{hosts['name']}-0-0.{name}:29400"
+    assert int(options["--nnodes"]) == pods["parallelism"] == pods["completions"]
+    assert int(options["--nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    volumes = {volume["name"] for volume in pods["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert pods["completionMode"] == "Indexed" and job["spec"]["network"]["enableDNSHostnames"]

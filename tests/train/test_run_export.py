@@ -235,6 +235,7 @@ def test_torchrun_gives_the_losses_of_this_process_group_and_a_report(
         command, cwd=EXAMPLES.parent, env=_clean_environment(), capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("loading PyTorch and transformers") == 1  # by the first rank alone
     assert len(losses(tmp_path / "ours")) == 2
     assert losses(tmp_path / "torchrun") == losses(tmp_path / "ours")
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
@@ -103,7 +104,69 @@ def test_a_rank_that_hangs_in_its_forward_is_named(
     stacks = {path.name for path in (tmp_path / "run" / "hang").glob("stacks-*")}
     assert "stacks-rank-0.txt" in stacks
     assert ("stacks-rank-1.txt" in stacks) == (do is stuck_in_forward)
+    assert (tmp_path / "run" / "hang" / "flight-rank-0").stat().st_size > 0
     assert "train_with" in (tmp_path / "run" / "hang" / "stacks-rank-0.txt").read_text()
+
+
+def test_torchs_flight_recorder_is_switched_on_unless_the_user_has_set_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a group is made: NCCL's recorder reads the environment when it begins."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    names += ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    for own in ({}, {names[1]: "7", names[2]: "0", names[4]: "elsewhere"}):
+        with mock.patch.dict(os.environ):
+            for name in names:
+                os.environ.pop(name, None)
+            os.environ.update(own)
+            with watched(config(tmp_path, tmp_path / "run", "tiny:qwen3")):
+                found = {name: os.environ.get(name) for name in names}
+        files = str(tmp_path / "run" / "hang" / "flight-rank-")
+        assert found == (
+            {**dict.fromkeys(names), **own}
+            if own
+            else {names[0]: "2000", names[1]: None, names[2]: "1", names[3]: files, names[4]: None}
+        )
+
+
+class Endless:
+    """An encoder that never comes back."""
+
+    def length(self, record: Any) -> int:
+        while True:
+            time.sleep(0.01)
+
+    encode = length
+
+
+def train_without_workers(config: TrainConfig, asked: bool) -> None:
+    """A run that tokenizes in its training thread."""
+    with stderr_to(Path(config.out).with_suffix(".txt")), watched(config) as watchdog:
+        mesh = make_mesh(config)
+        trainer = Trainer(config, mesh, watchdog.where)
+        tasks = trainer.loader._workers._tasks  # type: ignore[union-attr]
+        vars(tasks)["encoder"] = Endless()
+        if asked:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        trainer.run()
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [(TimeoutConfig(loader=2.0), "timeouts.loader=2"), (TimeoutConfig(stop=1.0), "timeouts.stop=1")],
+    ids=str,
+)
+def test_a_sample_that_never_ends_ends_a_run_without_workers(
+    examples: Path,  # noqa: F811
+    tmp_path: Path,
+    limits: TimeoutConfig,
+    said: str,
+) -> None:
+    now = replace(settings(examples, tmp_path / "run", limits, workers=0), mesh=MeshConfig())
+    asked = limits.loader != 2.0
+    assert [e.kind for e in errors(train_without_workers, 1, now, asked, limit=100.0)] == ["EOFError"]
+    (line,) = [line for line in (tmp_path / "run.txt").read_text().splitlines() if f"({said}): " in line]
+    assert "step 1, waiting for data, at length (" in line
 
 
 def interrupt_and_hang() -> None:

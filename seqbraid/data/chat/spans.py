@@ -214,9 +214,10 @@ def _insert(text: str, mark: str, at_end: bool) -> str:
     place = len(text.rstrip())
     if not at_end:
         # Each tag or each word outside of one, whichever comes first.
-        words = [found for found in _TAG_OR_WORD.finditer(text) if found["word"]]
-        if words:
-            place = max(words, key=lambda word: word.end() - word.start()).start() + 1
+        words = (found for found in _TAG_OR_WORD.finditer(text) if found["word"])
+        longest = max(words, key=lambda word: word.end() - word.start(), default=None)
+        if longest is not None:
+            place = longest.start() + 1
     return text[:place] + mark + text[place:]
 
 

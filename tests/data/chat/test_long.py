@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,37 @@ def test_many_placeholders_and_special_tokens_in_a_row() -> None:
     messages = [{"role": "user", "content": images}, said("assistant", "Many.")]
     found = ChatTemplate(processor).render(parse_conversation({"messages": messages}))
     assert [found.text[start:stop] for start, stop in found.spans] == ["Many.<|im_end|>"]
+
+
+def question(text: str) -> list[dict[str, Any]]:
+    return [said("user", text), said("assistant", "That.")]
+
+
+GROWS = {
+    "markers": lambda n: {"messages": question("<image>" * n), "images": ["a.png"] * n},
+    "text of the user": lambda n: {"messages": question("some words " * 20 * n)},
+    "text of the assistant": lambda n: {
+        "messages": [said("user", "?"), said("assistant", "a word " * 20 * n)]
+    },
+    "end tags of reasoning": lambda n: {
+        "messages": [said("user", "?"), said("assistant", "</think>" * n + "a")]
+    },
+    "turns": lambda n: {"messages": talk(n // 20)},
+}
+
+
+@pytest.mark.parametrize("name", GROWS)
+def test_time_grows_with_the_length(name: str) -> None:
+    """Twelve times the length takes less than forty times as long; a square would be 144."""
+    chat = ChatTemplate(tiny_training_model("qwen3_vl")[1])
+
+    def seconds(size: int) -> float:
+        record, begun = GROWS[name](size), process_time()
+        chat.render(parse_conversation(record))
+        return process_time() - begun
+
+    seconds(500)  # what is made once is made here
+    assert min(seconds(12_000) for _ in range(2)) < 40 * max(0.002, min(seconds(1_000) for _ in range(3)))
 
 
 @given(st.data())
