@@ -117,7 +117,9 @@ def _not_json(random_: random.Random) -> Iterator[Case]:
     for name, line in broken.items():
         yield Case(line, "not JSON", f"json {name}")
     for constant in ("NaN", "Infinity", "-Infinity"):
-        yield Case(good[:-1] + f', "weight": {constant}}}'.encode(), "is no JSON number", f"json {constant}")
+        yield Case(
+            good[:-1] + f', "weight": {constant}}}'.encode(), "is not a JSON number", f"json {constant}"
+        )
     encodings = {
         "0xff": good.replace(b"?", b"\xff"),
         "cut sequence": good.replace(b"?", b"\xc3("),
@@ -246,16 +248,16 @@ def _wrong_turns() -> Iterator[Case]:
     system = {"role": "system", "content": "Be kind."}
     tool = {"role": "tool", "content": "5"}
     orders = {
-        "system last": ([QUESTION, ANSWER, system], "system speaks first"),
-        "system in the middle": ([QUESTION, system, ANSWER], "system speaks first"),
-        "two systems": ([system, system, QUESTION, ANSWER], "system speaks first"),
-        "tool first": ([tool, QUESTION, ANSWER], "tool's answer"),
-        "tool after user": ([QUESTION, tool, ANSWER], "tool's answer"),
-        "only a question": ([QUESTION], "nothing to learn"),
-        "only a system": ([system], "nothing to learn"),
-        "nothing learnt": ([QUESTION, {**ANSWER, "loss": False}], "nothing to learn"),
-        "nothing learnt, 0": ([QUESTION, {**ANSWER, "loss": 0}], "nothing to learn"),
-        "weight 0": ([QUESTION, {**ANSWER, "weight": 0}], "nothing to learn"),
+        "system last": ([QUESTION, ANSWER, system], "system message must come first"),
+        "system in the middle": ([QUESTION, system, ANSWER], "system message must come first"),
+        "two systems": ([system, system, QUESTION, ANSWER], "system message must come first"),
+        "tool first": ([tool, QUESTION, ANSWER], "tool result"),
+        "tool after user": ([QUESTION, tool, ANSWER], "tool result"),
+        "only a question": ([QUESTION], "nothing to train on"),
+        "only a system": ([system], "nothing to train on"),
+        "nothing learnt": ([QUESTION, {**ANSWER, "loss": False}], "nothing to train on"),
+        "nothing learnt, 0": ([QUESTION, {**ANSWER, "loss": 0}], "nothing to train on"),
+        "weight 0": ([QUESTION, {**ANSWER, "weight": 0}], "nothing to train on"),
         "user learnt": ([{**QUESTION, "loss": True}, ANSWER], "only assistant turns"),
         "system learnt": ([{**system, "loss": 1}, QUESTION, ANSWER], "only assistant turns"),
         "loss is a word": ([QUESTION, {**ANSWER, "loss": "no"}], "true or false"),
@@ -264,7 +266,7 @@ def _wrong_turns() -> Iterator[Case]:
         "loss scale": ([QUESTION, {**ANSWER, "loss_scale": 0.5}], "loss_scale is not supported"),
         "user calls a tool": ([{**QUESTION, "tool_calls": [{}]}, ANSWER], "only the assistant calls"),
         "loss and train": ([QUESTION, {**ANSWER, "loss": 1, "train": True}], "both `loss` and `train`"),
-        "train false": ([QUESTION, {**ANSWER, "train": False}], "nothing to learn"),
+        "train false": ([QUESTION, {**ANSWER, "train": False}], "nothing to train on"),
         "turn's unknown key": ([QUESTION, {**ANSWER, "los": False}], "'los'.*did you mean 'loss'"),
         "turn is rejected": ([QUESTION, {**ANSWER, "rejected": True}], "unknown key 'rejected'"),
         "call without name": ([QUESTION, {**ANSWER, "tool_calls": [{"function": {}}]}], "tool_calls"),
@@ -422,8 +424,8 @@ def _paths(folder: Path) -> Iterator[Case]:
 def _files(root: Path, random_: random.Random) -> Iterator[Case]:
     suffixes = {"image": "png", "audio": "wav", "video": "mp4"}
     unread = {
-        "image": "no picture",
-        "audio": "cannot be decoded as a sound",
+        "image": "not an image",
+        "audio": "cannot be decoded as audio",
         "video": "cannot be decoded as a video",
     }
     texts = {
@@ -557,7 +559,7 @@ def _bad_audio(root: Path) -> Iterator[Case]:
         "minus infinity": (_wav(8_000, 1, floats(0, -inf), 3, 32), "NaN or infinity"),
         "nan in one of two": (_wav(16_000, 2, floats(0, 0, 0, nan), 3, 32), "NaN or infinity"),
         "infinities that cancel": (_wav(16_000, 2, floats(inf, -inf), 3, 32), "NaN or infinity"),
-        "no samples": (_wav(16_000, 1, b""), "no samples|cannot be decoded"),
+        "no samples": (_wav(16_000, 1, b""), "no audio samples|cannot be decoded"),
         "rate 0": (_wav(0, 1, bytes(100)), "sampling rate|cannot be decoded"),
         "rate 1": (_wav(1, 1, bytes(100)), "sampling rate 1 Hz"),
         "rate 999": (_wav(999, 1, bytes(100)), "sampling rate 999 Hz"),
@@ -567,7 +569,7 @@ def _bad_audio(root: Path) -> Iterator[Case]:
         "500 channels": (_wav(16_000, 500, bytes(2000)), "channels"),
         "200 bits": (_wav(16_000, 1, bytes(100), 1, 200), "cannot be decoded"),
         "unknown coding": (_wav(16_000, 1, bytes(100), 0x7777), "cannot be decoded"),
-        "header only": (_wav(16_000, 1, b"")[:30], "cannot be decoded|no samples"),
+        "header only": (_wav(16_000, 1, b"")[:30], "cannot be decoded|no audio samples"),
     }
     for name, (data, expect) in cases.items():
         (root / f"{name}.wav").write_bytes(data)

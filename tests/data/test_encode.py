@@ -446,7 +446,7 @@ def test_a_processor_of_another_model_is_refused(models: Any, folder: Path) -> N
         SampleEncoder(vision_processor, text.config, media)
     with pytest.raises(ValueError, match="takes media"):
         SampleEncoder(tokenizer, vision.config, media)
-    with pytest.raises(ValueError, match="does not hear"):
+    with pytest.raises(ValueError, match="has no audio encoder"):
         SampleEncoder(vision_processor, vision.config, media, use_audio_in_video=True)
     with pytest.raises(ValueError, match="unknown option 'frames'"):
         SampleEncoder(vision_processor, vision.config, media, frames=3)

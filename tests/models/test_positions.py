@@ -347,7 +347,7 @@ SOUND = OMNI_VIDEO | {
         (OMNI_VIDEO, {"second_per_grid_ts": None}, r"second_per_grid_ts is \[\] for 1 videos"),
         (OMNI_VIDEO, {"second_per_grid_ts": [0.0]}, "seconds above 0"),
         (OMNI_VIDEO, {"video_second_per_grid": [1.0]}, "two names for one thing"),
-        (OMNI_VIDEO, {"use_audio_in_video": True}, "video at token 1 has no sound"),
+        (OMNI_VIDEO, {"use_audio_in_video": True}, "video at token 1 has no audio stream"),
         (SOUND, {"use_audio_in_video": False}, "needs use_audio_in_video=True"),
         (SOUND, {"feature_attention_mask": torch.ones(1, 17)},
          r"audio 0 \(17 mel frames\) needs 3 .*found 2"),

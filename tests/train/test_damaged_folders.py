@@ -52,7 +52,9 @@ def test_a_safetensors_header_that_cannot_be_true(damage: str, tmp_path: Path) -
     weights = tmp_path / WEIGHTS
     weights.write_bytes(HEADERS[damage](weights.read_bytes()))
     for reads in (read_headers, fingerprint, load_stock):
-        with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file: .*again"):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors is not a complete safetensors file: .*again"
+        ):
             reads(tmp_path)
 
 

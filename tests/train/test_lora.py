@@ -187,7 +187,7 @@ def test_targets_are_the_decoders_unless_a_tower_is_named(targets: Any, expected
         (["conv1d"], "no linear layer of the decoder; it has down_proj, gate_proj"),
         (["qkv"], "towers are named by"),
         (["embed_tokens"], "no linear layer"),
-        (["re:)"], "no regular expression"),
+        (["re:)"], "not a regular expression"),
         ([], "targets is empty"),
     ],
 )

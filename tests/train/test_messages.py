@@ -24,10 +24,10 @@ def test_a_run_says_how_it_ended_and_that_it_was_finished(
     assert main(["train", str(path)]) == 0
     said = capfd.readouterr().err
     assert "finished after step 2; the last checkpoint is step-00000002" in said
-    assert f"seqbraid export {out} --out DIR" in said and "finished before" not in said
-    assert "reading the model tiny:qwen3" in said
+    assert f"seqbraid export {out} --out DIR" in said and "already finished" not in said
+    assert "loading the model tiny:qwen3" in said
     assert main(["train", str(path)]) == 0
-    assert "It had been finished before: nothing was trained" in capfd.readouterr().err
+    assert "It was already finished: nothing was trained" in capfd.readouterr().err
     assert main(["export", str(out), "--out", str(tmp_path / "model")]) == 0
     printed = capfd.readouterr().out
     assert f"wrote {tmp_path / 'model'}: " in printed and "float32, in 1 file\n" in printed

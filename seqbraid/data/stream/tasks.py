@@ -175,7 +175,7 @@ def check_finite(sample: Mapping[str, Any]) -> None:
         if isinstance(payload, Tensor) and payload.numel() and payload.is_floating_point():
             smallest, largest = payload.aminmax()  # both are NaN where any number is
             if not (smallest.isfinite() and largest.isfinite()):
-                raise ValueError(f"its {key} hold NaN or infinity; leave the sample out, or make it again")
+                raise ValueError(f"its {key} hold NaN or infinity; leave the sample out, or decode it again")
 
 
 def text_sample(text_2T: Tensor, length: int, row_tokens: int) -> dict[str, Any] | Refused:
@@ -188,7 +188,7 @@ def text_sample(text_2T: Tensor, length: int, row_tokens: int) -> dict[str, Any]
 def _cut(sample: dict[str, Any], row_tokens: int) -> dict[str, Any] | Refused:
     sample = truncate_sample(sample, row_tokens)
     if not has_targets(sample):
-        return Refused(f"no label is among its first {row_tokens} tokens", cut_short=True)
+        return Refused(f"it has no label among its first {row_tokens} tokens", cut_short=True)
     return sample
 
 
