@@ -60,12 +60,15 @@ class _Buffered(NamedTuple, Generic[T]):
 def truncate_sample(sample: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """The first `limit` tokens of a text sample; media are refused: a cut could take their placeholders."""
     if not isinstance(sample, Mapping):
-        raise ValueError(f"truncate_sample cuts dicts, not {type(sample).__name__}; give your own truncate")
+        raise ValueError(
+            f"truncate_sample cuts dicts, not {type(sample).__name__}; pass a truncate function of your own"
+        )
     for key in sample:
         if key not in TEXT_KEYS:
             raise ValueError(
                 f"cannot truncate a sample with the key {key!r}, only {', '.join(TEXT_KEYS)}: a cut could "
-                "take placeholders and leave their media; use over_long='drop' or a truncate of your own"
+                "remove placeholders and keep their media; use over_long='drop' or a truncate function "
+                "of your own"
             )
     return {key: value[:limit] for key, value in sample.items()}
 
@@ -105,9 +108,9 @@ class StreamingPacker(Generic[T]):
         epoch: Callable[[T], int] | None = None,
     ) -> None:
         if row_tokens < 1:
-            raise ValueError(f"row_tokens={row_tokens} holds no sample; it must be at least 1")
+            raise ValueError(f"row_tokens={row_tokens} holds no sample; use at least 1")
         if buffer_size < 1:
-            raise ValueError(f"buffer_size={buffer_size} holds no sample; it must be at least 1")
+            raise ValueError(f"buffer_size={buffer_size} holds no sample; use at least 1")
         if over_long not in get_args(OverLong):
             raise ValueError(f"over_long={over_long!r} must be one of {get_args(OverLong)}")
         self.row_tokens = row_tokens
@@ -131,7 +134,7 @@ class StreamingPacker(Generic[T]):
     def pack(self, source: Iterable[T]) -> Iterator[list[T]]:
         """Rows of the samples of `source`; give it from its beginning, also after `load_state_dict`."""
         if self._source is not None:
-            raise RuntimeError("this packer has a source already; use a new StreamingPacker for another pass")
+            raise RuntimeError("this packer already has a source; use a new StreamingPacker for another pass")
         self._source = source
         if self._exhausted:
             return self._rows(iter(()))
@@ -270,7 +273,7 @@ class StreamingPacker(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """What a new packer needs to go on after the last row yielded; JSON-able but for items and source."""
         if not self._between_rows:
-            raise RuntimeError("packing stopped within a row; a state can only be taken between two rows")
+            raise RuntimeError("packing stopped within a row; the state can be saved only between two rows")
         source_state = self._source_state
         if self._source is not None:
             resumable = isinstance(self._source, Stateful) and not self._exhausted
@@ -288,10 +291,13 @@ class StreamingPacker(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; for a new packer with the same settings, before `pack`."""
         if self._source is not None or self.report.drawn:
-            raise RuntimeError("this packer has begun already; load the state into a new StreamingPacker")
+            raise RuntimeError(
+                "this packer has already yielded rows; load the state into a new StreamingPacker"
+            )
         if "planned" not in state:
             raise ValueError(
-                "the state is of a version of seqbraid that drew samples in another order; start anew"
+                "the state is from a version of seqbraid that drew samples in another order; start from "
+                "the beginning"
             )
         for name, value in self._settings().items():
             saved = state["settings"][name]

@@ -125,7 +125,7 @@ def test_every_command_says_it_in_one_line(
     weights = model / WEIGHTS
     data = weights.read_bytes()
     weights.write_bytes(with_header_bytes(2**63)(data))
-    refused("is not a whole safetensors file: ")
+    refused("is not a complete safetensors file: ")
     weights.rename(model / "part.safetensors")
     (model / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": 1}}))
     refused("is not an index of safetensors files: ")
