@@ -22,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(logging.lastResort, logging.Handler):  # prints what loggers say where nobody set them up
         logging.lastResort.setFormatter(PrintableFormatter())
     parser = argparse.ArgumentParser(
-        prog="seqbraid", description="Long packed sequences over many devices, exactly."
+        prog="seqbraid",
+        description=(
+            "Train on long packed sequences over many devices, with the loss and gradients of one process."
+        ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (_add_layout, _add_verify, _add_demo, _add_train, _add_export, _add_report, _add_doctor):
@@ -56,23 +59,22 @@ def _lengths(text: str) -> list[int]:
 
 
 def _add_layout(commands: Commands) -> None:
-    parser = commands.add_parser("layout", help="show where every token of a row lives")
-    parser.add_argument(
-        "--lengths", type=_lengths, required=True, help="tokens of each sequence, e.g. 900,300,40"
-    )
+    parser = commands.add_parser("layout", help="show which rank holds which tokens of a row")
+    parser.add_argument("--lengths", type=_lengths, required=True, help="sequence lengths, e.g. 900,300,40")
     parser.add_argument("--ring", type=int, default=1)
     parser.add_argument("--ulysses", type=int, default=1)
     parser.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
     parser.add_argument(
         "--multiple-of", type=int, default=1, help="round a rank's tokens up to a multiple of this"
     )
-    parser.add_argument("--pad-to", type=int, help="physical tokens of the whole row")
+    parser.add_argument("--pad-to", type=int, help="pad the whole row to this many tokens")
     parser.add_argument("--fp8", action="store_true", help="round a rank's tokens to 16 as well")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the placement into this file")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=("draw the placement as SVG into this file"))
     parser.add_argument(
         "--model",
-        help="a tiny family (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers "
-        "send",
+        help=(
+            "a tiny model (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers send"
+        ),
     )
     parser.set_defaults(run=_layout)
 
@@ -103,24 +105,26 @@ def _add_verify(commands: Commands) -> None:
         "verify", help="compare packed training with the stock model, sample by sample"
     )
     parser.add_argument(
-        "--model", required=True, help="a tiny family (qwen3_5, llama, …) or a checkpoint's folder"
+        "--model", required=True, help="a tiny model (qwen3_5, llama, …) or a checkpoint's folder"
     )
     parser.add_argument(
-        "--lengths", type=_lengths, help="tokens of each sample; a demanding mix when left out"
+        "--lengths",
+        type=_lengths,
+        help=("sequence length of each sample; by default a mix of short and long ones"),
     )
     parser.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
     for axis in ("ring", "ulysses", "dp_shard"):
         flag = "--" + axis.replace("_", "-")
         parser.add_argument(flag, type=int, default=1, help=f"ranks on the {axis} axis, under torchrun")
     parser.add_argument(
-        "--gated-delta", default="auto", help="how gated-delta layers talk: auto, states or heads"
+        "--gated-delta", default="auto", help="what gated-delta layers exchange: auto, states or heads"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write every error and floor into this file"
+        "--json", type=Path, metavar="FILE", help="write every error and its noise floor to this file"
     )
     parser.add_argument(
-        "--mutants", action="store_true", help="also plant known defects and see each one caught"
+        "--mutants", action="store_true", help="also plant known bugs and check that each one is caught"
     )
     parser.set_defaults(run=_verify)
 
@@ -143,7 +147,7 @@ def _verify(args: argparse.Namespace) -> int:
     caught = {}
     if args.mutants:
         if mesh.world_size > 1:
-            raise ValueError("--mutants runs in one process")
+            raise ValueError("--mutants runs in one process only; leave out torchrun")
         caught = verify_mutants(args.seed)
         result["mutants"] = {name: not verdict.holds for name, verdict in caught.items()}
         holds = holds and not any(verdict.holds for verdict in caught.values())
@@ -180,11 +184,17 @@ def _say_loading(arguments: Sequence[str]) -> None:
 
 
 def _add_export(commands: Commands) -> None:
-    parser = commands.add_parser("export", help="write a run's checkpoint as stock transformers loads it")
+    parser = commands.add_parser(
+        "export", help=("write a run's checkpoint in the format that stock transformers loads")
+    )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (`out` of its config)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--checkpoint", default="last", help="last, best or a step")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="the original's when left out")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help=("dtype of the weights; by default that of the original checkpoint"),
+    )
     parser.set_defaults(run=_export)
 
 
@@ -201,7 +211,10 @@ def _export(args: argparse.Namespace) -> int:
 
 def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser(
-        "doctor", help="show what this machine has, which kernels are used on it, and why not the others"
+        "doctor",
+        help=(
+            "show packages, GPUs and limits of this machine, which kernels are used, and why not the others"
+        ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_doctor)
@@ -221,10 +234,12 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _add_report(commands: Commands) -> None:
-    parser = commands.add_parser("report", help="draw the curves of one or several runs into one HTML file")
+    parser = commands.add_parser("report", help="draw the curves of one or more runs into one HTML file")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, default=Path("report.html"), metavar="FILE")
-    parser.add_argument("--force", action="store_true", help="replace a file that is no report, unasked")
+    parser.add_argument(
+        "--force", action="store_true", help=("replace a file that is not a report without asking")
+    )
     parser.set_defaults(run=_report)
 
 
@@ -233,7 +248,7 @@ def _report(args: argparse.Namespace) -> int:
 
     force = args.force
     if not force and args.out.is_file() and not is_report(args.out) and sys.stdin.isatty():
-        answer = input(f"{args.out} is there and is no report of ours. Replace it? [y/N] ")
+        answer = input(f"{args.out} exists and is not a seqbraid report. Replace it? [y/N] ")
         force = answer.strip().lower() in ("y", "yes")
     write_report(args.runs, args.out, force)
     print(printable(f"wrote {args.out}"))
@@ -242,14 +257,17 @@ def _report(args: argparse.Namespace) -> int:
 
 def _add_demo(commands: Commands) -> None:
     parser = commands.add_parser(
-        "demo", help="teach a tiny Qwen3.5 to read digits over CPU ranks, beside one process; writes a report"
+        "demo",
+        help=("train a tiny Qwen3.5 to read digits on CPU ranks and in one process, and write a report"),
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where report.html goes"
+        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="folder for report.html"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=4, help="ranks; 4 are ring 2 × ulysses 2")
+    parser.add_argument(
+        "--processes", type=int, default=4, help=("number of ranks; 4 means ring 2 × ulysses 2")
+    )
     parser.set_defaults(run=_demo)
 
 

@@ -111,7 +111,7 @@ def _packages() -> tuple[list[Package], list[str]]:
             continue
         wanted = window.get(name)
         if wanted is not None and not wanted.specifier.contains(installed, prereleases=True):
-            note = f"outside of what is tested ({wanted.specifier})"
+            note = f"outside of the tested versions ({wanted.specifier})"
             advice.append(f"{name} {installed} is {note}: pip install '{name}{wanted.specifier}'")
             found.append(Package(name, installed, note))
         else:
@@ -149,7 +149,7 @@ def _machine() -> dict[str, str]:
     if count > 1:
         pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
         direct = sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs)
-        found["interconnect"] = f"{direct} of {len(pairs)} pairs of GPUs reach each other's memory"
+        found["interconnect"] = f"{direct} of {len(pairs)} pairs of GPUs have peer access"
     return found
 
 

@@ -37,13 +37,13 @@ def test_layout_shows_what_gated_delta_layers_send(
     assert "3 gated-delta layers · 2 × 8 keys, 4 × 8 values · bfloat16" in shown
     # There 200 tokens × 36 numbers of q, k, v, b and a, and back 200 × 16 of the outputs.
     assert "0 1,024 20,800 1 2,048 20,800 " in shown
-    assert "state passing is taken: its busiest rank sends 2,048 bytes, against 20,800" in shown
+    assert "state passing is used: its busiest rank sends 2,048 bytes, against 20,800" in shown
     shown = exchange_of("qwen3_5", "--ring 2", "16", capsys)
     assert "0 1,024 832 1 2,048 832 " in shown
-    assert "head all-to-all is taken: its busiest rank sends 832 bytes, against 2,048" in shown
+    assert "head all-to-all is used: its busiest rank sends 832 bytes, against 2,048" in shown
 
     shown = exchange_of("qwen3_next", "--ring 2 --ulysses 2", "400", capsys)
-    assert "0 3,072 – " in shown and "state passing is taken: ring × ulysses = 4 does not divide 2" in shown
+    assert "0 3,072 – " in shown and "state passing is used: ring × ulysses = 4 does not divide 2" in shown
     assert "no sequence is split, so nothing is sent" in exchange_of("qwen3_5", "", "40,9", capsys)
     assert "llama has no gated-delta layers" in exchange_of("llama", "--ring 2", "40,9", capsys)
 
@@ -66,7 +66,7 @@ def test_verify_writes_every_error(capsys: pytest.CaptureFixture[str], tmp_path:
         (["layout", "--lengths", "9,0"], "lengths[1]=0"),
         (["layout", "--lengths", "9", "--policy", "spiral"], "balanced, contiguous, zigzag"),
         (["layout", "--lengths", "9", "--model", "no_such"], "nor a folder with a config.json"),
-        (["verify", "--model", "no_such"], "neither a tiny family"),
+        (["verify", "--model", "no_such"], "neither a tiny model"),
         (["verify", "--model", "qwen3_5", "--gated-delta", "guess"], "use one of 'auto', 'states', 'heads'"),
     ],
 )

@@ -133,7 +133,7 @@ def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str:
                 if keys:
                     name, value, first = f"{name} {keys[0]}", value.get(keys[0]), first.get(keys[0])
             return (
-                f"rank {rank} has {name} = {value!r} but rank 0 has {first!r}; ranks that differ would wait "
-                "for each other or add up what does not belong together: give every rank the same"
+                f"rank {rank} has {name} = {value!r} but rank 0 has {first!r}; ranks with different "
+                "settings would deadlock or sum different things: give every rank the same value"
             )
-    return "ranks differ in settings; give every rank the same"
+    return "ranks have different settings; give every rank the same"

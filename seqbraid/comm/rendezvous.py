@@ -82,9 +82,9 @@ def _check_environment() -> None:
     if missing:
         there = ", ".join(f"{name}={os.environ[name]}" for name in LAUNCHER if name in os.environ)
         raise ValueError(
-            f"the environment has {there or 'nothing that a launcher sets'}, but not {', '.join(missing)}, "
-            "and the ranks of a job need all of them; start with torchrun, which sets them, or unset them "
-            "for one process"
+            f"the environment has {there or 'none of the variables of a launcher'}, but not "
+            f"{', '.join(missing)}, and a distributed job needs all of them; start with torchrun, which "
+            "sets them, or unset them for one process"
         )
 
 
@@ -109,6 +109,6 @@ def meet(store: Store, rank: int, world_size: int, limit: timedelta = LIMIT) -> 
                 store.set(f"answer/{store.get(f'rank/{other}').decode()}", own)
         missing = [other for other in missing if not store.check([f"{own}/{other}"])]
         if missing and time.monotonic() > end:
-            raise TimeoutError(f"ranks {missing} have not come in {limit}")
+            raise TimeoutError(f"ranks {missing} have not joined within {limit}")
         time.sleep(PAUSE_S if missing else 0)
     return own

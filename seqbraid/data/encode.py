@@ -119,7 +119,10 @@ class SampleEncoder:
         learnt_T &= ~_within(offsets_T2, expanded.new)
         learnt_T &= ~np.isin(ids_T, self.media_ids)
         if not learnt_T[1:].any():  # nothing comes before the first token that could predict it
-            raise ValueError("no token of the conversation is learnt: its assistant turns come out empty")
+            raise ValueError(
+                "the label mask is empty: the chat template renders the assistant turns "
+                "without text; leave the conversation out"
+            )
         return _Text(ids_T, np.where(learnt_T, ids_T, IGNORE))
 
     def _adds_special(self, text: str) -> bool:
@@ -160,7 +163,9 @@ class SampleEncoder:
         """A video of Omni and its sound."""
         span = self.placeholders.around(text, place)
         if span == (place.start, place.stop):
-            raise ValueError("use_audio_in_video needs a chat template that puts brackets around a video")
+            raise ValueError(
+                "use_audio_in_video needs a chat template that writes start and end tokens around a video"
+            )
         rate = media_config(self.config).position_id_per_seconds
         times = np.arange(video.grid[0]) * video.seconds_per_grid * rate
         frame = self._num_tokens((1, *video.grid[1:]))
@@ -176,8 +181,8 @@ class SampleEncoder:
         """The ids of placeholders and of the brackets around them, about which processor and config agree."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise ValueError(
-                f"{type(self.tokenizer).__name__} does not tell where its tokens lie in the text; use a "
-                "fast one"
+                f"{type(self.tokenizer).__name__} gives no character offsets for its tokens; use a fast "
+                "tokenizer"
             )
         size = self.config.get_text_config().vocab_size
         largest = max(self.tokenizer.get_vocab().values(), default=-1)  # more than their number, with gaps
@@ -190,11 +195,14 @@ class SampleEncoder:
         if self.family is None:
             if self.processor is not self.tokenizer:
                 raise ValueError(
-                    f"{self.config.model_type} takes text alone; give its tokenizer in place of {name}"
+                    f"{self.config.model_type} takes text only; pass its tokenizer instead of {name}"
                 )
             return []
         if self.processor is self.tokenizer:
-            raise ValueError(f"{self.config.model_type} takes media; give its processor in place of {name}")
+            raise ValueError(
+                f"{self.config.model_type} takes images, videos or audio; pass its processor "
+                f"instead of {name}"
+            )
         config = media_config(self.config)
         wanted_ids = self.family.token_ids(config)
         for kind, wanted in wanted_ids.items():
@@ -203,7 +211,7 @@ class SampleEncoder:
             if found != wanted:
                 raise ValueError(
                     f"the config's {kind}_token_id is {wanted}, but {name} has {token!r} with id {found}; "
-                    "give the model's own processor"
+                    "use the model's own processor"
                 )
         brackets = (f"{kind}_{end}_token_id" for kind in ("vision", "audio") for end in ("start", "end"))
         found_ids = (getattr(config, bracket, None) for bracket in brackets)

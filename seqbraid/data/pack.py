@@ -181,8 +181,8 @@ def _checked_sample(
             values = _vector(sample[key], f"{where}: {key}")
             if len(values) != len(ids) or (values != wanted).any():
                 raise ValueError(
-                    f"{where}: {key} must be {wanted} for each of the {len(ids)} tokens (a sample has "
-                    f"no {why} here; dense batches enter through seqbraid.layout.samples_from_dense)"
+                    f"{where}: {key} must be {wanted} for each of the {len(ids)} tokens (a sample has no "
+                    f"{why} here; convert padded batches with seqbraid.layout.samples_from_dense)"
                 )
     if sample.get("labels") is None:
         return ids, ids
@@ -201,7 +201,7 @@ def _vector(value: Any, what: str) -> Tensor:
         tensor = torch.as_tensor(np.asarray(value) if isinstance(value, list | tuple) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(
-            f"{what} is {_short(value)}, not a list of token numbers; give integers that fit into 64 bits"
+            f"{what} is {_short(value)}, not a list of token ids; give integers that fit into 64 bits"
         ) from None
     if tensor.ndim == 2 and tensor.shape[0] == 1:  # as a processor gives it for one conversation
         tensor = tensor[0]

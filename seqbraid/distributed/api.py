@@ -77,7 +77,7 @@ def parallelize(
 def check_model(model: Any, mesh: Mesh) -> None:
     """Refuse what is no stock model, and axes that are to come."""
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"parallelize takes a transformers PreTrainedModel, not {type(model).__name__}")
+        raise ValueError(f"parallelize takes a PreTrainedModel of transformers, not {type(model).__name__}")
     for axis in ("pp", "tp", "ep"):
         if getattr(mesh, axis) > 1:
             raise ValueError(

@@ -30,8 +30,8 @@ def apply_memory_options(model: BraidedModel, options: MemoryOptions) -> None:
         found = [module for layer in model.parts.layers for module in layer.dense]
         if not found:
             raise ValueError(
-                f"mlp_tile={options.mlp_tile}: {type(model.model).__name__} has no dense MLP that we know to "
-                f"cut into tiles (its layers hold {_kinds(layers[0])}); leave mlp_tile out"
+                f"mlp_tile={options.mlp_tile}: {type(model.model).__name__} has no dense MLP that can be "
+                f"tiled (its layers have {_kinds(layers[0])}); leave mlp_tile out"
             )
         for module in found:
             model.until_release(forward_replaced(module, TiledMLP(module, options.mlp_tile)))

@@ -74,7 +74,9 @@ class _Tiles(torch.autograd.Function):
         (x,) = ctx.saved_tensors if ctx.saver is None else ctx.saver.saved_tensors
         mlp: TiledMLP = ctx.mlp
         same = zip(ctx.trained, mlp.trained, strict=True)
-        assert all(before is now for before, now in same), "the parameters changed between the two runs"
+        assert all(before is now for before, now in same), (
+            "the parameters changed between forward and recomputation"
+        )
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         wide = [torch.promote_types(p.dtype, torch.float32) for p in ctx.trained]
         sums = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(ctx.trained, wide, strict=True)]

@@ -34,11 +34,11 @@ def spread_weights(model: BraidedModel, source: nn.Module | None, device: torch.
     found = dict(_tensors(source)) if source is not None else {}
     error = None
     if first != (source is not None):
-        error = ValueError("the first rank, and no other, gives the weights")
+        error = ValueError("only the first rank passes the weights")
     elif not all(x.is_meta for x in named.values()):
-        error = ValueError("the model has weights already; build it on the meta device")
+        error = ValueError("the model already has weights; build it on the meta device")
     elif first and (wrong := sorted(name for name, x in named.items() if _differ(x, found.get(name)))):
-        error = ValueError(f"the weights that were read do not fit the model: {', '.join(wrong[:5])}")
+        error = ValueError(f"the loaded weights do not match the model: {', '.join(wrong[:5])}")
     agree(model.mesh.cpu_group, error)
     model.to_empty(device=device)
     with torch.no_grad():

@@ -34,9 +34,11 @@ def local_tokens(
     if pad_to % unit:
         lower, upper = pad_to // unit * unit, align(pad_to, unit)
         raise ValueError(
-            f"pad_to={pad_to} cannot be shared out: {num_ranks} ranks with a multiple of {multiple} tokens "
-            "each need "
-            f"a multiple of {unit}; use {upper}" + (f" or {lower}" if lower >= tokens * num_ranks else "")
+            (
+                f"pad_to={pad_to} cannot be divided equally: {num_ranks} ranks with a multiple of {multiple} "
+                f"tokens each need a multiple of {unit}; use {upper}"
+            )
+            + (f" or {lower}" if lower >= tokens * num_ranks else "")
         )
     if pad_to < tokens * num_ranks:
         raise ValueError(

@@ -23,7 +23,7 @@ def dense_to_row(x: Tensor, mask: Tensor) -> Tensor:
     mask = _checked_mask(mask)
     if x.shape[:2] != mask.shape:
         raise ValueError(
-            f"x has shape {tuple(x.shape)}, its mask {tuple(mask.shape)}: the first two must agree"
+            f"x has shape {tuple(x.shape)}, its mask {tuple(mask.shape)}: the first two dims must agree"
         )
     return x[mask]
 
@@ -37,7 +37,7 @@ def row_to_dense(
 ) -> Tensor:
     """Lay a row `[T, ...]` out as `[B, S, ...]`, padded with `fill` on the `right` or the `left`."""
     if side not in ("right", "left"):
-        raise ValueError(f"side={side!r} is unknown; pad on the 'right' or on the 'left'")
+        raise ValueError(f"side={side!r} is unknown; use 'right' or 'left'")
     if sum(lengths) != len(row):
         raise ValueError(f"lengths add up to {sum(lengths)}, the row has {len(row)} tokens")
     longest = max(lengths)
@@ -81,7 +81,7 @@ def truncate_lengths(lengths: Sequence[int], limit: int) -> Truncation:
     Truncation(lengths=(5, 2), cuts=((1, 2, 2), (2, 0, 2)))
     """
     if limit < 1:
-        raise ValueError(f"limit={limit} leaves no token; it must be at least 1")
+        raise ValueError(f"limit={limit} leaves no token; use at least 1")
     kept: list[int] = []
     cuts: list[tuple[int, int, int]] = []
     room = limit
@@ -97,10 +97,11 @@ def truncate_lengths(lengths: Sequence[int], limit: int) -> Truncation:
 
 def _checked_mask(mask: Tensor) -> Tensor:
     if mask.ndim != 2:
-        raise ValueError(f"a dense batch has a mask of shape [B, S], not {tuple(mask.shape)}")
+        raise ValueError(f"a padded batch has a mask of shape [B, S], not {tuple(mask.shape)}")
     if not ((mask == 0) | (mask == 1)).all():
         raise ValueError(
-            "a mask holds zeros and ones alone (an additive or 4-D mask does not say where tokens are)"
+            "a mask has only zeros and ones (not an additive or 4-D mask, which does not say where "
+            "tokens are)"
         )
     mask = mask.bool()
     edges = mask.int().diff(dim=1).ne(0).sum(1) + mask[:, 0].int() + mask[:, -1].int()
@@ -109,7 +110,7 @@ def _checked_mask(mask: Tensor) -> Tensor:
             raise ValueError(f"row {i} of the mask has no token; leave empty samples out")
         if changes != 2:
             raise ValueError(
-                f"row {i} of the mask has padding between tokens; pad on one side (a packed row enters by "
-                "its lengths)"
+                f"row {i} of the mask has padding between tokens; pad on one side only (describe a packed "
+                "row by its lengths)"
             )
     return mask

@@ -62,7 +62,7 @@ def pack_rows(lengths: ArrayLike, row_tokens: int) -> Rows:
     done once per distinct length and range of equally full rows.
     """
     if row_tokens < 1:
-        raise ValueError(f"row_tokens={row_tokens} holds no sample; it must be at least 1")
+        raise ValueError(f"row_tokens={row_tokens} holds no sample; use at least 1")
     checked = _checked_lengths(lengths, row_tokens)
 
     longest_first = _stable_argsort(row_tokens - checked)
@@ -143,7 +143,7 @@ def _checked_lengths(lengths: ArrayLike, row_tokens: int) -> IntArray:
     if array.size == 0:
         return np.zeros(0, np.int64)
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"lengths has dtype {array.dtype}; lengths are counts of tokens, give integers")
+        raise ValueError(f"lengths has dtype {array.dtype}; lengths are numbers of tokens; give integers")
     if array.min() < 1:
         sample = int(np.argmax(array < 1))
         raise ValueError(f"sample {sample} has length {array[sample]}; every sample has at least 1 token")
@@ -179,7 +179,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if not (0 <= self.linear < np.inf and 0 <= self.quadratic < np.inf):
-            raise ValueError(f"{self} has a negative or infinite coefficient; a cost grows with the length")
+            raise ValueError(
+                f"{self} has a negative or infinite coefficient; costs must grow with the length"
+            )
 
     def of_lengths(self, lengths: Sequence[int]) -> float:
         """Cost of one row of samples of these lengths."""

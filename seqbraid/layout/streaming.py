@@ -65,9 +65,9 @@ class StreamingPacker(Generic[T]):
         epoch: Callable[[T], int] | None = None,
     ) -> None:
         if row_tokens < 1:
-            raise ValueError(f"row_tokens={row_tokens} holds no sample; it must be at least 1")
+            raise ValueError(f"row_tokens={row_tokens} holds no sample; use at least 1")
         if buffer_size < 1:
-            raise ValueError(f"buffer_size={buffer_size} holds no sample; it must be at least 1")
+            raise ValueError(f"buffer_size={buffer_size} holds no sample; use at least 1")
         self.row_tokens = row_tokens
         self.buffer_size = buffer_size
         self.seed = seed
@@ -87,7 +87,7 @@ class StreamingPacker(Generic[T]):
     def pack(self, source: Iterable[T]) -> Iterator[list[T]]:
         """Rows of the samples of `source`; give it from its beginning, also after `load_state_dict`."""
         if self._source is not None:
-            raise RuntimeError("this packer has a source already; use a new StreamingPacker for another pass")
+            raise RuntimeError("this packer already has a source; use a new StreamingPacker for another pass")
         self._source = source
         if self._exhausted:
             return self._rows(iter(()))
@@ -191,7 +191,7 @@ class StreamingPacker(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """What a new packer needs to go on after the last row yielded; JSON-able but for items and source."""
         if not self._between_rows:
-            raise RuntimeError("packing stopped within a row; a state can only be taken between two rows")
+            raise RuntimeError("packing stopped within a row; the state can be saved only between two rows")
         source_state = self._source_state
         if self._source is not None:
             resumable = isinstance(self._source, Stateful) and not self._exhausted

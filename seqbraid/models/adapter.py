@@ -99,8 +99,8 @@ class Adapter:
         self._set_attention(attention.NAME)
         if self.config._attn_implementation != attention.NAME:
             raise ValueError(
-                f"{self.name} does not let its attention be set (it does not use transformers' attention "
-                "interface)"
+                f"{self.name} ignores set_attn_implementation (it does not use transformers' attention "
+                "interface), so its attention cannot be replaced"
             )
         for module in self.gated_delta:
             braid_gated_delta(module)
@@ -163,9 +163,9 @@ class Adapter:
             refuse_random_layers(self.model, self.decoder, self.config, self.name)
         for name, module in active_dropout(self.decoder).items() if seed is None else ():
             raise ValueError(
-                f"{self.name} trains with dropout {module.p} at {name!r}; say what it is drawn from, "
-                "model(batch, seed=…): the same for all batches and ranks of an optimizer step, another one "
-                "for every step; or set it to 0, or call .eval()"
+                f"{self.name} trains with dropout {module.p} at {name!r}; pass the seed it is drawn from, "
+                "model(batch, seed=…), the same for all batches and ranks of an optimizer step and a "
+                "different one for every step; or set it to 0, or call .eval()"
             )
         if self.uses_router_loss and not self._router_is_known:
             check_router_loss(self.model, self.config)
@@ -185,7 +185,7 @@ class Adapter:
         if longest > limit:
             raise ValueError(
                 f"a sample has {longest} tokens, but {self.name} has learned positions for {limit} "
-                f"(max_position_embeddings={limit}); cut the sample"
+                f"(max_position_embeddings={limit}); truncate the sample"
             )
 
     def decode(self, batch: PackedBatch, context: StepContext, with_router: bool) -> DecoderOutput:
@@ -208,8 +208,9 @@ class Adapter:
         missing = set(range(self.config.num_hidden_layers)) - context.mixed_layers
         if missing:
             raise ValueError(
-                f"layers {sorted(missing)} of {self.name} did not mix their tokens through the attention "
-                "interface or a known gated-delta module, so packed samples may have seen each other there"
+                f"layers {sorted(missing)} of {self.name} ran neither through transformers' attention "
+                "interface nor through a known gated-delta module, so packed samples may have leaked "
+                "into each other there"
             )
         if not with_router:
             return DecoderOutput(outputs.last_hidden_state.squeeze(0))
@@ -242,15 +243,15 @@ class Adapter:
         if found & LENGTH_DEPENDENT_ROPE:
             raise ValueError(
                 f"{self.name} uses rope_type {', '.join(sorted(found & LENGTH_DEPENDENT_ROPE))}, whose "
-                "frequencies depend on the longest sample of a batch, so a packed row differs from its "
-                "samples; use a fixed rope_type (default, linear, yarn, llama3)"
+                "frequencies depend on the longest sample of a batch, so a packed row would differ from "
+                "its samples; use a fixed rope_type (default, linear, yarn, llama3)"
             )
 
     def _check_mixers(self) -> None:
         if not getattr(self.model, "_can_set_attn_implementation", lambda: True)():
             raise ValueError(
                 f"{self.name} does not use transformers' attention interface, so its attention cannot be "
-                "taken over"
+                "replaced"
             )
         for module in self.gated_delta:
             refuse_adapter(module.conv1d, f"the convolution of layer {module.layer_idx} of {self.name}")
@@ -261,12 +262,12 @@ class Adapter:
             if name and RECURRENT.search(type(module).__name__):
                 if isinstance(module, nn.Conv2d | nn.Conv3d):
                     raise ValueError(
-                        f"{self.name} has a {type(module).__name__} at {name!r}: parts for images or audio "
-                        "that we do not know; docs/models.md lists what is supported"
+                        f"{self.name} has a {type(module).__name__} at {name!r}: an image or audio "
+                        "encoder that is not supported; docs/models.md lists what is"
                     )
                 raise ValueError(
                     f"{self.name} has a {type(module).__name__} at {name!r} that carries state between "
-                    "tokens in a way we do not know; supported are softmax attention and the gated-delta "
+                    "tokens in an unknown way; supported are softmax attention and the gated-delta "
                     "layers of qwen3_next and qwen3_5"
                 )
 
@@ -280,7 +281,7 @@ def _check_embeddings(embeddings: Mapping[str, nn.Embedding], model: str) -> Non
         for option, why in (
             (
                 "scale_grad_by_freq",
-                "divides gradients by how often an id is in a batch, which packing changes",
+                "divides gradients by the frequency of ids in a batch, which packing changes",
             ),
             ("max_norm", "changes the weights in every forward"),
         ):

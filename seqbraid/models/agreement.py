@@ -48,15 +48,15 @@ def agree_on_step(
     if error is None:
         labels = sum(batch.label_tokens for batch in batches)
         own = [fingerprint(batches), labels, int(flag), *counts.values()]
-        same |= {"the number of micro-batches": len(batches), "what is counted": list(counts)}
+        same |= {"the number of micro-batches": len(batches), "the keys of the step's counts": list(counts)}
     found = agree(mesh.cpu_group, error, own, same)
     for rank, (mark, *_) in enumerate(found):
         leader = mesh.leaders[mesh.data_rank_of(rank)]
         if mark != found[leader][0]:
             raise ValueError(
-                f"ranks {leader} and {rank} share a row but packed different samples, or with "
-                "other settings; give every rank of a sequence group the same samples, by "
-                "mesh.data_rank, and the same settings"
+                f"ranks {leader} and {rank} share a row but packed different samples, or packed them with "
+                "different settings; give all ranks with the same mesh.data_rank the same samples and "
+                "settings"
             )
     labels, *sums = mesh.sum_over_data([[labels, *rest] for _, labels, _, *rest in found])
     return Agreed(labels, dict(zip(counts, sums, strict=True)), any(row[2] for row in found))
@@ -75,8 +75,8 @@ def check_batch(batch: Any, mesh: Mesh) -> None:
         raise batch.error
     if not isinstance(batch, PackedBatch):
         raise ValueError(
-            f"a braided model takes what seqbraid.pack gives, not {type(batch).__name__}; the stock "
-            "model, for calls of its own, is .model"
+            f"a parallelized model takes the output of seqbraid.pack, not {type(batch).__name__}; for "
+            "other calls, the stock model is .model"
         )
     layout = batch.layout
     if (layout.ring, layout.ulysses) != (mesh.ring, mesh.ulysses) or batch.rank != mesh.sequence_rank:
@@ -118,8 +118,8 @@ def check_no_autocast() -> None:
     for device in ("cpu", "cuda"):
         if torch.is_autocast_enabled(device):
             raise ValueError(
-                f"torch.autocast({device!r}) is on, which casts inside of kernels that choose their own "
-                "types; leave it out, and give parallelize compute_dtype=torch.bfloat16"
+                f"torch.autocast({device!r}) is on, which changes dtypes inside of kernels; leave it out, "
+                "and pass compute_dtype=torch.bfloat16 to parallelize"
             )
 
 

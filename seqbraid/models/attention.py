@@ -37,9 +37,9 @@ class NoMask(Tensor):
         """Let it be looked at, moved and sliced, and nothing else."""
         if func.__name__ not in HARMLESS_TO_A_MASK:
             raise ValueError(
-                f"the model computes with its attention mask ({func.__name__}): it masks by rules of its "
-                "own, which a packed row would not follow; only causal masks and windows given to attention "
-                "as sliding_window= are supported"
+                f"the model uses its attention mask ({func.__name__}): its own masking rules would not "
+                "hold in a packed row; only causal masks, and windows passed to attention as "
+                "sliding_window=, are supported"
             )
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
@@ -72,8 +72,8 @@ def braided_attention(
     if braid is None:
         if isinstance(attention_mask, NoMask):
             raise ValueError(
-                f"{type(module).__name__} was called in a braided step without its context: the model does "
-                "not hand keyword arguments down to its attention, so packed samples would see each other"
+                f"{type(module).__name__} was called without the context of the step: the model does not "
+                "pass keyword arguments down to its attention, so packed samples would see each other"
             )
         stock: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -116,21 +116,21 @@ def _refuse_unknown(
         )
     if attention_mask is not None and not isinstance(attention_mask, NoMask):
         raise ValueError(
-            f"{name} makes a mask of its own for attention, of shape {tuple(attention_mask.shape)}, which a "
-            "packed row would not follow; only causal masks and windows given as sliding_window= are "
-            "supported"
+            f"{name} passes its own mask to attention, of shape {tuple(attention_mask.shape)}, which "
+            "would not hold in a packed row; only causal masks, and windows passed as sliding_window=, "
+            "are supported"
         )
     if dropout:
         raise ValueError(
-            f"{name} asks for attention dropout {dropout}; set config.attention_dropout=0 or call .eval()"
+            f"{name} uses attention dropout {dropout}; set config.attention_dropout=0 or call .eval()"
         )
     if not (kwargs.get("is_causal", True) in (True, None) and getattr(module, "is_causal", True)):
         raise ValueError(f"{name} is not causal; only causal decoders are supported")
     for key, value in kwargs.items():
         if key not in HARMLESS and value is not None and value is not False:
             raise ValueError(
-                f"{name} passes {key}={value!r} to attention, which changes it in a way that is not "
-                "supported; known are sliding_window and s_aux (sinks)"
+                f"{name} passes {key}={value!r} to attention, which is not supported; supported are "
+                "sliding_window and s_aux (sinks)"
             )
     _refuse_unsaid_window(module, sliding_window)
 
@@ -152,15 +152,15 @@ def _refuse_unsaid_window(module: nn.Module, sliding_window: int | None) -> None
     else:
         return
     raise ValueError(
-        f"layer {layer} ({type(module).__name__}) {what} but does not hand its window to attention, so a "
-        "packed row could not follow it; set the window to None if no sample is longer than it"
+        f"layer {layer} ({type(module).__name__}) {what} but does not pass its window to attention, so it "
+        "would be lost in a packed row; set the window to None if no sample is longer than it"
     )
 
 
 def _layer_index(module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if index is None:
-        raise ValueError(f"{type(module).__name__} has no layer_idx, so its layer cannot be told from others")
+        raise ValueError(f"{type(module).__name__} has no layer_idx, so its layer cannot be identified")
     return int(index)
 
 

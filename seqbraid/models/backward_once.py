@@ -23,13 +23,13 @@ class _BackwardOnce(torch.autograd.Function):
         error = None
         if torch.is_grad_enabled():
             error = ValueError(
-                "backward(create_graph=True) asks for gradients of gradients, which the kernels of a braided "
-                "step do not have; call backward() without it"
+                "backward(create_graph=True) needs second-order gradients, which are not supported; call "
+                "backward() without it"
             )
         elif ctx.done:
             error = ValueError(
-                "backward was called a second time on the loss of one step; its gradients were made in the "
-                "forward and scaled in place by the first: call model(batch) again for another"
+                "backward was called a second time on the loss of one step, whose gradients were "
+                "computed in the forward and scaled in place by the first call; call model(batch) again"
             )
         # What one rank refuses, the others would wait for in the first exchange of their backward.
         with torch.no_grad():

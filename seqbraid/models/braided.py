@@ -110,8 +110,8 @@ class BraidedModel(nn.Module):
         label_tokens = count if label_tokens is None else operator.index(label_tokens)
         if label_tokens < count:
             raise ValueError(
-                f"label_tokens={label_tokens} is less than the {count} labels of this batch alone; give "
-                "the count of all batches of the optimizer step, over all data ranks"
+                f"label_tokens={label_tokens} is less than the {count} label tokens of this batch alone; "
+                "pass the number of the whole optimizer step, over all data ranks"
             )
         local = self.local_loss(batch, label_tokens, label_tokens, seed)
         output = self.output(local.loss, local.sums[None], label_tokens, label_tokens)
@@ -235,7 +235,7 @@ class BraidedModel(nn.Module):
         """Write the stock checkpoint that `from_pretrained` loads; all ranks call it, the first writes."""
         if hasattr(self.model, "peft_config"):
             raise ValueError(
-                "the model has LoRA adapters, which a stock checkpoint cannot name; write them with "
+                "the model has LoRA adapters, which a stock checkpoint cannot hold; write them with "
                 "seqbraid.train.lora.save_adapter, or merge them with seqbraid.train.export.export"
             )
         if not isinstance(self, FSDPModule):

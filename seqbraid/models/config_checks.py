@@ -20,16 +20,16 @@ def check_raw(path: Path) -> None:
         for key in ("dtype", "torch_dtype"):
             if (name := part.get(key)) is not None and not _is_float(name):
                 raise ValueError(
-                    f"{path} cannot be read: {key}={name!r} is no floating-point dtype of torch; correct "
-                    "it, for example to 'bfloat16' or 'float32'"
+                    f"{path} cannot be read: {key}={name!r} is not a floating-point dtype of torch; "
+                    "correct it, for example to 'bfloat16' or 'float32'"
                 )
         for key in ("attn_implementation", "_attn_implementation"):
             kernel = part.get(key)
             if isinstance(kernel, str) and "/" in kernel:
                 raise ValueError(
-                    f"{path} has {key}={kernel!r}, a kernel of the Hub, and no code is fetched because a "
-                    f"checkpoint asks for it; remove the key, and set kernels.attention={kernel} to use it "
-                    "(seqbraid doctor lists the kernels that are here)"
+                    f"{path} has {key}={kernel!r}, a kernel of the Hub, but code is not downloaded "
+                    "because of a checkpoint's config; remove the key, and set "
+                    f"kernels.attention={kernel} to use it (seqbraid doctor lists the installed kernels)"
                 )
 
 
@@ -44,7 +44,7 @@ def check_vocabulary(path: Path, config: Any) -> None:
     if padding is not None and not -size <= padding < size:
         raise ValueError(
             f"{path} has pad_token_id={padding}, outside its own vocabulary of vocab_size={size}; correct "
-            "the one that is wrong"
+            "one of them"
         )
 
 

@@ -25,8 +25,8 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
             "by AutoModelForCausalLM.from_pretrained"
         )
     raise ValueError(
-        f"{name} (model_type {model.config.model_type!r}) keeps its decoder where transformers' base_model "
-        f"does not find it, as the language half of a media model; {SUPPORTED}"
+        f"{name} (model_type {model.config.model_type!r}) has its decoder where transformers' base_model "
+        f"does not find it, like the language model of a multimodal model; {SUPPORTED}"
     )
 
 
@@ -65,4 +65,4 @@ def _kind(decoder: nn.Module, config: Any, count: int | None) -> str:
     if below is not None:
         return f"keeps its layers in a part of its decoder ({below!r})"
     sizes = ", ".join(f"{len(module)} in {name!r}" for name, module in list(lists.items())[:2])
-    return f"has num_hidden_layers={count} in its config but no list of as many layers (there are {sizes})"
+    return f"has num_hidden_layers={count} in its config but no list of that many layers (there are {sizes})"

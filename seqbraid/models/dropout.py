@@ -34,8 +34,8 @@ def _forward(module: nn.Dropout, stock: Callable[[Tensor], Tensor], name: str, x
     keys_T = step.token_keys
     if step.seed is None or keys_T is None or x.ndim < 2 or x.shape[-2] != len(keys_T):
         raise ValueError(
-            f"the dropout at {name!r} gets a tensor of shape {tuple(x.shape)}, not one row per token "
-            f"({0 if keys_T is None else len(keys_T)}), so it cannot be drawn by token; set it to 0"
+            f"the dropout at {name!r} got a tensor of shape {tuple(x.shape)}, not one row per token "
+            f"({(0 if keys_T is None else len(keys_T))}), so it cannot be drawn per token; set it to 0"
         )
     keep_TD = drawn(keys_T.to(x.device), x.shape[-1], step.seed, zlib.crc32(name.encode()), module.p)
     return torch.where(keep_TD, x / (1 - module.p), 0)

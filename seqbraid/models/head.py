@@ -42,8 +42,8 @@ def check_plain(head: nn.Linear, name: str) -> None:
     if own or any(not getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks):
         what = f"a forward of its own ({type(head).__name__})" if own else "forward hooks"
         raise ValueError(
-            f"the head of {name} has {what}; the loss reads the head's weight and would not see that: only "
-            "a plain linear head is supported"
+            f"the head of {name} has {what}; the loss uses the head's weight directly and would ignore "
+            "that: only a plain linear head is supported"
         )
 
 
@@ -66,9 +66,9 @@ def refuse_adapter(module: nn.Module | None, what: str) -> None:
     """A wrapper of peft answers `.weight` with the weight it wraps: what it adds would be left out."""
     if hasattr(module, "base_layer") or hasattr(module, "original_module"):
         raise ValueError(
-            f"{what} carries an adapter ({type(module).__name__} of {type(module).__module__}); its weight "
-            "is read, so the adapter would not be seen: adapters may be on the linear layers of the decoder "
-            "and the towers"
+            f"{what} has an adapter ({type(module).__name__} of {type(module).__module__}), which would "
+            "be ignored, since its weight is used directly: adapters may be on the linear layers of the "
+            "decoder and the media encoders"
         )
 
 
@@ -107,7 +107,7 @@ def check_nothing_around(model: PreTrainedModel, decoder: nn.Module, head: nn.Li
             found = model(input_ids=ids, use_cache=False).logits
         except Exception as error:
             raise ValueError(
-                f"the forward of {type(model).__name__} wants more of its decoder than hidden states "
+                f"the forward of {type(model).__name__} needs more of its decoder than hidden states "
                 f"({type(error).__name__}: {error}); only a decoder with a plain linear head is supported"
             ) from error
     if len(given) != 1 or not torch.equal(given[0], hidden) or not torch.equal(found, logits):

@@ -135,7 +135,8 @@ def _sizes(sample: Mapping[str, Any], number: int, kind: str) -> list[MediaSize]
     payload, sizes = sample.get(payload_key), sample.get(size_key)
     if (payload is None) != (sizes is None) and (sizes is None or sample.get("media_ranks") is None):
         raise ValueError(
-            f"sample {number} has only one of {payload_key} and {size_key}; a processor gives both"
+            f"sample {number} has only one of {payload_key} and {size_key}; pass both, as the processor "
+            "returns them"
         )
     if sizes is None:
         return []

@@ -30,9 +30,8 @@ class MediaAdapter(Adapter):
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         if batch.media is None:
             raise ValueError(
-                f"{self.name} takes media, but the batch was packed for a text model; pass this model's "
-                "config to "
-                "pack"
+                f"{self.name} takes images, videos or audio, but the batch was packed for a text model; "
+                "pass this model's config to pack"
             )
         embeds_TD: Tensor = self.parts.embedding(batch.input_ids)
         plan, width = batch.media.plan, embeds_TD.shape[1]

@@ -129,9 +129,7 @@ def mel_frames(sample: Mapping[str, Any]) -> Ints | None:
     lengths = sample.get("audio_feature_lengths")
     if mask is None:
         if features is not None and lengths is None:
-            raise ValueError(
-                "input_features come without feature_attention_mask, which tells the clips' lengths"
-            )
+            raise ValueError("input_features need feature_attention_mask, which has the lengths of the clips")
         return None if lengths is None else as_vector(lengths, "audio_feature_lengths")
     mask_NF = np.asarray(mask)
     if mask_NF.ndim != 2 or (features is not None and _audio_shape(features) != mask_NF.shape):

@@ -165,9 +165,8 @@ def check_family(model: PreTrainedModel) -> None:
         return
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise ValueError(
-        f"{type(model).__name__} (model_type {model.config.model_type!r}) has parts beside its text "
-        f"decoder that we do not know; known media models are {known}; or load the text-only class of "
-        "the family"
+        f"{type(model).__name__} (model_type {model.config.model_type!r}) has unknown parts besides its "
+        f"text decoder; supported multimodal models are {known}; or load the text-only class of the family"
     )
 
 
@@ -176,7 +175,7 @@ def towers_of(model: Any) -> Any:
     for module in (model.model, model):
         if hasattr(module, "visual"):
             return module
-    raise ValueError(f"{type(model).__name__} has no vision tower where we know to look for it")
+    raise ValueError(f"{type(model).__name__} has no vision tower at the expected places")
 
 
 def is_norm(module: nn.Module) -> bool:

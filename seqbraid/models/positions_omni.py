@@ -77,8 +77,8 @@ def omni_positions(
         opening = _opening(ids_T, start, types_N, use_audio_in_video, config)
         if start - opening < row.filled:
             raise ValueError(
-                f"the media at token {start} is not set apart from the item before it: an end token and a "
-                "start token belong between two items"
+                f"the media at token {start} directly follows the item before it: put an end token and a "
+                "start token between two items"
             )
         row.text(start - opening - row.filled)
         row.text(opening)
@@ -192,9 +192,9 @@ class _Items:
         # Half a position leaves room for the rounding of times that meet.
         if (np.diff(times_N) < -0.5).any():
             raise ValueError(
-                f"video {self.used[VIDEO] - 1} and its sound (audio {self.used[AUDIO] - 1}) are not in the "
-                f"order of time at the config's position_id_per_seconds={self.rate}; give the processor the "
-                "same setting"
+                f"video {self.used[VIDEO] - 1} and its audio (clip {self.used[AUDIO] - 1}) are not in "
+                f"temporal order at the config's position_id_per_seconds={self.rate}; use the same "
+                "setting in the processor"
             )
 
 
@@ -219,7 +219,9 @@ def _opening(ids_T: Ints, start: int, types_N: Ints, audio_in_video: bool, confi
     vision_start, audio_start = getattr(config, "vision_start_token_id", None), config.audio_start_token_id
     kinds = [KINDS[kind] for kind in np.unique(types_N)]
     if vision_start is None and kinds != ["audio"]:
-        raise ValueError("the config has no vision_start_token_id, which tells where images and videos start")
+        raise ValueError(
+            "the config has no vision_start_token_id, which marks where images and videos start; set it"
+        )
     before = ids_T[max(start - 2, 0) : start].tolist()
     in_video = before == [vision_start, audio_start]
     if in_video and kinds == ["video", "audio"] and audio_in_video:
@@ -229,13 +231,13 @@ def _opening(ids_T: Ints, start: int, types_N: Ints, audio_in_video: bool, confi
         raise ValueError(
             f"the {' and '.join(kinds)} placeholders at token {start} follow the tokens {before}, with "
             f"use_audio_in_video={audio_in_video}; an image or a video follows vision_start "
-            f"({vision_start}), audio follows audio_start ({audio_start}), a video with its sound follows "
+            f"({vision_start}), audio follows audio_start ({audio_start}), a video with its audio follows "
             "both and needs use_audio_in_video=True"
         )
     if audio_in_video and kinds == ["video"]:
         raise ValueError(
-            f"the video at token {start} has no sound among its tokens, with use_audio_in_video=True; the "
-            "setting holds for all videos of a sample"
+            f"the video at token {start} has no audio among its tokens, with use_audio_in_video=True; the "
+            "setting applies to all videos of a sample"
         )
     return 1
 
@@ -248,7 +250,7 @@ def omni_sample_positions(sample: Mapping[str, Any], ids_T: Ints, config: Any) -
     """Those of a sample of Qwen3-Omni."""
     seconds = [sample[key] for key in SECONDS_KEYS if sample.get(key) is not None]
     if len(seconds) > 1:
-        raise ValueError(f"{' and '.join(SECONDS_KEYS)} are two names for one thing; give one of them")
+        raise ValueError(f"{' and '.join(SECONDS_KEYS)} are two names for the same thing; give one of them")
     return omni_positions(
         ids_T,
         config,

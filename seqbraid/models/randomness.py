@@ -32,15 +32,15 @@ def refuse_random_layers(model: nn.Module, decoder: nn.Module, config: Any, name
             continue
         if module.training and module.p:
             raise ValueError(
-                f"{name} trains with {type(module).__name__.lower()} {module.p} at {path!r}, and ranks that "
-                "share a row would not draw what one process draws; set it to 0 in the config, before the "
-                "model is built, or call .eval()"
+                f"{name} trains with {type(module).__name__.lower()} {module.p} at {path!r}, and ranks "
+                "that share a row would draw other numbers than one process; set it to 0 in the config "
+                "before the model is built, or call .eval()"
             )
     for key, value in _random_keys(config).items():
         if "attn" in key or "attention" in key or "layerdrop" in key:
             raise ValueError(
-                f"{name} trains with {key}={value}, which no split of a sequence can reproduce; set "
-                f"config.{key}=0 before the model is built, or call .eval()"
+                f"{name} trains with {key}={value}, which cannot be reproduced when a sequence is split; "
+                f"set config.{key}=0 before the model is built, or call .eval()"
             )
 
 
@@ -59,7 +59,7 @@ def no_random_numbers(device: torch.device, config: Any, name: str) -> Iterator[
     raise ValueError(
         f"{name} draws random numbers in training"
         + (f" (its config has {found})" if found else " (in its router, for example)")
-        + ", and ranks that share a row would not draw what one process draws; "
+        + ", and ranks that share a row would draw other numbers than one process; "
         + ("set those to 0 before the model is built, or " if found else "")
         + "call .eval()"
     )

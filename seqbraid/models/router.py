@@ -43,19 +43,19 @@ def load_balancing_loss(
 def check_router_loss(model: PreTrainedModel, config: Any) -> None:
     """Refuse a model whose own load-balancing loss is not the one that we compute."""
     name = type(model).__name__
-    advice = "set config.output_router_logits=False to train without a loss of the routers"
+    advice = "set config.output_router_logits=False to train without a router loss"
     for key in ("router_aux_loss_coef", "num_experts_per_tok"):
         if getattr(config, key, None) is None:
             raise ValueError(
-                f"{name} has output_router_logits=True, but its config has no {key}, so the loss of its "
-                f"routers is not one that we know; {advice}"
+                f"{name} has output_router_logits=True, but its config has no {key}, so its router loss "
+                f"is not a supported one; {advice}"
             )
     stock = getattr(sys.modules[type(model).__module__], STOCK, None)
     experts = stock_num_experts(config)
     if stock is None or experts is None:
         raise ValueError(
-            f"{name} has output_router_logits=True, but its routers have no load-balancing loss that we "
-            f"know; {advice}"
+            f"{name} has output_router_logits=True, but its routers have no supported load-balancing "
+            f"loss; {advice}"
         )
     top_k = config.num_experts_per_tok
     logits = tuple(torch.randn(7, experts, generator=torch.Generator().manual_seed(0)) for _ in range(2))
@@ -63,8 +63,8 @@ def check_router_loss(model: PreTrainedModel, config: Any) -> None:
     found = load_balancing_loss(logits, torch.ones(7, dtype=torch.bool), top_k, Group())
     if not torch.allclose(torch.as_tensor(expected).float(), found, rtol=1e-4):
         raise ValueError(
-            f"{name} has output_router_logits=True, and computes another loss of its routers than the "
-            f"load-balancing loss that we know; {advice}"
+            f"{name} has output_router_logits=True, but its router loss is not the supported "
+            f"load-balancing loss; {advice}"
         )
 
 

@@ -100,5 +100,5 @@ def forward_backward(
 def _step(step: Step | Sequence[PackedBatch]) -> Step:
     found = step if isinstance(step, Step) else Step(list(step))
     if not found.batches:
-        raise ValueError("a step without micro-batches: give at least one, the same number on every rank")
+        raise ValueError("the step has no micro-batches; give at least one, the same number on every rank")
     return found

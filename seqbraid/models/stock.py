@@ -61,15 +61,15 @@ def _its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 def read_config(folder: Path) -> Any:
     """The config of a checkpoint's folder; code that a folder brings along is never run."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json, so it is no checkpoint of transformers")
+        raise ValueError(f"{folder} has no config.json, so it is not a checkpoint of transformers")
     check_raw(folder / "config.json")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each family's config checks and converts in its own way
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{folder} brings code of its own for a model that transformers {transformers.__version__} "
-                "does not have; such code is never run"
+                f"{folder} needs its own code for a model that transformers {transformers.__version__} "
+                "does not have; custom code is never run, so use a model of transformers"
             ) from None
         raise ValueError(f"{folder}/config.json cannot be read: {' '.join(str(error).split())}") from None
     check_vocabulary(folder / "config.json", config)
@@ -96,8 +96,8 @@ def stock_class(config: Any) -> Any:
         mapping = AutoModelForCausalLM._model_mapping
         if type(config) not in mapping.keys():  # noqa: SIM118 (its `in` looks at other things)
             raise ValueError(
-                f"model_type {config.model_type!r} is neither a causal language model of transformers nor a "
-                "media family we know"
+                f"model_type {config.model_type!r} is neither a causal language model of transformers nor "
+                "a supported multimodal family"
             )
         found = mapping[type(config)]
         return found[0] if isinstance(found, tuple) else found
@@ -122,8 +122,10 @@ def weight_files(folder: Path) -> list[Path]:
         raise ValueError(
             f"{folder} has neither {SINGLE} nor {INDEX}"
             + (f", only {', '.join(pickled[:3])}" if pickled else "")
-            + "; weights are read from safetensors alone, because loading a pickle runs code: convert them "
-            "with model.save_pretrained"
+            + (
+                "; only safetensors are read, because loading a pickle runs code: convert the weights with "
+                "model.save_pretrained"
+            )
         )
     for path in found:
         try:
@@ -131,7 +133,7 @@ def weight_files(folder: Path) -> list[Path]:
                 pass  # its header is read, and compared with the size of the file
         except (SafetensorError, OSError) as error:
             raise ValueError(
-                f"{path} is not a whole safetensors file: {error}; copy or download it again"
+                f"{path} is not a complete safetensors file: {error}; copy or download it again"
             ) from None
     return found
 
@@ -145,11 +147,11 @@ def _indexed(path: Path) -> list[str]:
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not (isinstance(places, dict) and places and all(isinstance(name, str) for name in places.values())):
         raise ValueError(
-            f"{path} is not an index of safetensors files: it needs a weight_map from names of tensors to "
-            "names of files; copy or download it again"
+            f"{path} is not an index of safetensors files: it needs a weight_map from tensor names to "
+            "file names; copy or download it again"
         )
     names = sorted(set(places.values()))
     for name in names:
         if Path(name).name != name or not (path.parent / name).is_file():
-            raise ValueError(f"{path} names {name!r}, which is no file of that folder")
+            raise ValueError(f"{path} names {name!r}, which is not in that folder")
     return names

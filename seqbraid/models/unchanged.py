@@ -28,7 +28,7 @@ class Unchanged:
                 return f"{name!r} is another module ({type(now).__name__}) than when parallelize was called"
         if len(found) != len(self.modules):
             added = set(dict(model.named_modules())) ^ set(self.names)
-            return f"modules were added or taken away since parallelize was called: {_few(added)}"
+            return f"modules were added or removed since parallelize was called: {_few(added)}"
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         for name in {**self.shapes, **shapes}:
             before_shape, shape = self.shapes.get(name), shapes.get(name)

@@ -37,7 +37,7 @@ def too_far(run: Callable[[], float], dtype: torch.dtype) -> str | None:
     except Exception as error:  # a compiler that fails says so in many ways
         return f"it fails here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     limit = CLOSE[dtype]
-    return None if off <= limit else f"a comparison with float64 is off by {off:.1e}, more than {limit:.0e}"
+    return None if off <= limit else f"it differs from float64 by {off:.1e}, more than {limit:.0e}"
 
 
 def largest_error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

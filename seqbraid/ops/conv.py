@@ -75,7 +75,7 @@ def causal_conv(
     (num_tokens, channels), width = x_TC.shape, weight_CW.shape[1]
     cu = as_boundaries(cu_seqlens, num_tokens)
     if width < 1:
-        raise ValueError(f"weight {tuple(weight_CW.shape)} has no taps; its width must be 1 or more")
+        raise ValueError(f"weight {tuple(weight_CW.shape)} has width 0; it must be at least 1")
     if bias_C is not None and bias_C.shape != (channels,):
         raise ValueError(f"bias {tuple(bias_C.shape)} must be [C] = [{channels}]")
     if halo_NWC is not None and halo_NWC.shape != (len(cu) - 1, width - 1, channels):
@@ -113,7 +113,7 @@ class ConvNeed(NamedTuple):
 
 def _unfit(need: ConvNeed) -> str | None:
     if need.width < 2:
-        return "its kernels are at least 2 wide"
+        return "its kernels need a width of at least 2"
     return needs_16_bits_on_a_gpu(need)
 
 

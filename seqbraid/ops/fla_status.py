@@ -25,7 +25,7 @@ def fla_missing() -> str | None:
         gated_delta_fla.fla_functions()
     except (ImportError, AttributeError) as error:
         return (
-            f"this release of flash-linear-attention has other functions than we know ({error}); pip install "
+            f"this version of flash-linear-attention has a different API ({error}); pip install "
             "'seqbraid[cuda]'"
         )
     return None

@@ -154,8 +154,8 @@ def _loaded(name: str) -> FlashImpl:
             kernels = [getattr(module, function) for function in lower]
             return FlashImpl(name, partial(forward, kernels[0]), partial(backward, kernels[1]))
     raise ValueError(
-        f"{name!r} has no forward that gives an LSE and no backward that takes one, as flash_attention_3 "
-        "and flash_attention_4 have; use one of these, or 'torch'"
+        f"{name!r} has no forward that returns an LSE and no backward that takes one, as "
+        "flash_attention_3 and flash_attention_4 have; use one of these, or 'torch'"
     )
 
 

@@ -192,9 +192,9 @@ class RuleNeed(NamedTuple):
 
 def _unfit(need: RuleNeed) -> str | None:
     if any(n % 16 or n > 128 for n in (need.key_dim, need.value_dim)):
-        return "its heads are multiples of 16 up to 128"
+        return "it takes heads whose sizes are multiples of 16 up to 128"
     if need.chunk_size != 64:
-        return "its chunks have 64 tokens"
+        return "it takes chunks of 64 tokens only"
     return needs_16_bits_on_a_gpu(need)
 
 

@@ -91,7 +91,7 @@ class Op:
         found = next((c for c in self.candidates if c.name == name), None) or self.other(name)
         if found is None:
             known = ", ".join(repr(known) for known in (AUTO, *(c.name for c in self.candidates)))
-            raise ValueError(f"kernels.{self.name}={name!r} is no kernel for it; use one of {known}")
+            raise ValueError(f"kernels.{self.name}={name!r} is not a kernel for this op; use one of {known}")
         return found
 
     def check(self, options: KernelOptions) -> None:

@@ -48,7 +48,10 @@ class _SwiGLU(torch.autograd.Function):
         from . import swiglu_triton
 
         if ctx.is_done:
-            raise RuntimeError("a second backward: gate and up of the MLP were needed for the first alone")
+            raise RuntimeError(
+                "backward was called a second time, but the MLP's gate and up were freed "
+                "by the first; run the forward again"
+            )
         ctx.is_done = ctx.in_place
         gate_NI, up_NI = ctx.saved_tensors
         found = swiglu_triton.backward(_rows(dout), gate_NI, up_NI, ctx.in_place)

@@ -43,15 +43,15 @@ class MemoryOptions:
             raise ValueError(f"checkpointing={self.checkpointing!r} is unknown; use one of {choices}")
         if self.reduce_gradients not in get_args(ReduceGradients):
             raise ValueError(
-                f"reduce_gradients={self.reduce_gradients!r} is unknown; use 'each' or 'once', of a step's "
-                "micro-batches"
+                f"reduce_gradients={self.reduce_gradients!r} is unknown; use 'each' or 'once' for the "
+                "micro-batches of a step"
             )
         if not isinstance(self.offload, bool):
             raise ValueError(f"offload={self.offload!r} must be True or False")
         if self.offload and self.checkpointing == "none":
             raise ValueError(
-                "offload=True moves what checkpoints save, but checkpointing='none' saves none; use "
-                "checkpointing='full' or 'selective'"
+                "offload=True moves the activations that checkpointing keeps, but checkpointing='none' "
+                "keeps none; use checkpointing='full' or 'selective'"
             )
         for name in ("mlp_tile", "loss_chunk"):
             value: Any = getattr(self, name)

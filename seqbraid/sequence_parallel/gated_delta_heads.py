@@ -46,9 +46,9 @@ class GatedDeltaHeads:
             valid = [str(n) for n in range(1, self.num_key_heads + 1) if self.num_key_heads % n == 0]
             raise ValueError(
                 f"ring × ulysses = {self.size} does not divide {self.num_key_heads} key heads (with "
-                f"{self.num_value_heads} value heads): the head all-to-all gives every rank an equal run of "
-                f'them; use {" or ".join(valid)} ranks, or state passing (gated_delta="states"), which '
-                "takes any number of heads"
+                f"{self.num_value_heads} value heads), but the head all-to-all needs the same number on "
+                f'every rank; use {" or ".join(valid)} ranks, or state passing (gated_delta="states"), '
+                "which takes any number of heads"
             )
 
     def layer_of(self, layer: GatedDeltaLayer, rank: int) -> GatedDeltaLayer:

@@ -165,7 +165,7 @@ def _encoders(items: Sequence[MediaItem], num_ranks: int) -> list[int]:
         return assign_items([item.cost for item in items], num_ranks)
     if len(known) < len(items):
         item = next(item for item in items if item.rank is None)
-        raise ValueError(f"{_named(item)} has no rank that encodes it, but others of the row have")
+        raise ValueError(f"{_named(item)} has no rank that encodes it, but other items of the row have")
     wrong = next((item for item in items if item.rank not in range(num_ranks)), None)
     if wrong is not None:
         raise ValueError(f"{_named(wrong)} is to be encoded by rank {wrong.rank}, but there are {num_ranks}")
@@ -258,7 +258,8 @@ def _runs(layout: SequenceLayout, items: Sequence[MediaItem]) -> tuple[Ints, Int
     for item in items:
         if not 0 <= item.sample < len(layout.lengths):
             raise ValueError(
-                f"{_named(item)} is of no sample of the row, whose samples are 0 to {len(layout.lengths) - 1}"
+                f"{_named(item)} belongs to no sample of the row; its samples are 0 to "
+                f"{len(layout.lengths) - 1}"
             )
     cu = np.array(layout.cu_seqlens, np.int64)
     sample_N = np.array([item.sample for item in items], np.int64)[item_N]

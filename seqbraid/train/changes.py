@@ -59,13 +59,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> lis
 
 def _effect(name: str, first: int) -> str:
     if name.startswith(NO_GRADIENT):
-        return "the same gradients up to rounding, but no longer bit for bit those of the run before"
+        return "the gradients stay the same up to rounding, but no longer bit for bit"
     if name in SCHEDULE:
-        return f"the learning rate from step {first} on is as if all of the run had it"
+        return f"the learning rate from step {first} on is what it would be if the whole run had this setting"
     if name in LENGTH:
-        return f"the schedule is stretched, so that the learning rate may jump at step {first}"
+        return f"the learning rate schedule is stretched, so the learning rate may jump at step {first}"
     if name.startswith("data."):
         return f"for the samples that are read from step {first} on"
     if name.startswith("train."):
-        return f"from step {first} on; the optimizer keeps its moments"
+        return f"from step {first} on; the optimizer state is kept"
     return f"from step {first} on"

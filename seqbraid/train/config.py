@@ -221,7 +221,7 @@ class TrainConfig:
         """Refuse what cannot be meant, before anything is loaded; gives it with `~` as the home folder."""
         for name, value in (("model", self.model), ("out", self.out), ("data.train", self.data.train)):
             if not value:
-                raise ValueError(f"{name} is empty; give it in the config or as --{name}=…")
+                raise ValueError(f"{name} is empty; set it in the config or with --{name}=…")
         check_resume(self.resume)
         steps, data = self.train, self.data
         if (steps.steps is None) == (steps.epochs is None):
@@ -242,7 +242,7 @@ class TrainConfig:
             below = steps.batch_tokens // data.row_tokens * data.row_tokens
             choices = " or ".join(str(n) for n in (below, below + data.row_tokens) if n)
             raise ValueError(
-                f"train.batch_tokens={steps.batch_tokens} is no multiple of "
+                f"train.batch_tokens={steps.batch_tokens} is not a multiple of "
                 f"data.row_tokens={data.row_tokens}; use {choices}"
             )
         for name, share in (("final_lr", steps.final_lr), ("weight_decay", steps.weight_decay)):
@@ -259,18 +259,20 @@ class TrainConfig:
             )
         if steps.warmup >= 1 and steps.epochs is not None:
             raise ValueError(
-                f"train.warmup={steps.warmup} is a number of steps, but a run of train.epochs={steps.epochs} "
-                "does not know how many it has; give a share below 1"
+                f"train.warmup={steps.warmup} is a number of steps, but with train.epochs={steps.epochs} "
+                "the number of steps is unknown; give a fraction below 1"
             )
         if steps.clip_norm is not None and not steps.clip_norm > 0:
             raise ValueError(f"train.clip_norm={steps.clip_norm} must be above 0, or null for no clipping")
         for name, seconds in as_dict(self.timeouts).items():
             if seconds is not None and not seconds > 0:
-                raise ValueError(f"timeouts.{name}={seconds} must be above 0, or null to wait for ever")
+                raise ValueError(f"timeouts.{name}={seconds} must be above 0, or null to wait forever")
         if self.lora.rank < 0:
             raise ValueError(f"lora.rank={self.lora.rank} must be at least 0 (0 trains the model itself)")
         if self.lora.rank and self.freeze:
-            raise ValueError("lora freezes all of the model itself; leave `freeze` out, or set lora.rank=0")
+            raise ValueError(
+                "with lora the model itself is frozen already; leave `freeze` out, or set lora.rank=0"
+            )
         if steps.eval_every is not None and not data.eval:
             raise ValueError(f"train.eval_every={steps.eval_every} but data.eval names no file")
         return replace(
@@ -291,23 +293,27 @@ def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
     try:
         from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
     except ImportError:
-        raise ValueError("seqbraid train needs its extra: pip install 'seqbraid[train]'") from None
+        raise ValueError("seqbraid train needs more packages: pip install 'seqbraid[train]'") from None
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
         prog="seqbraid train",
-        description="Train on packed conversations over any mesh.",
+        description="Train on packed conversations, on any mesh.",
         exit_on_error=False,
         parser_mode=use_checked_yaml(),
     )
-    parser.add_argument("--config", action="config", help="a YAML file; may also be given first, by itself")
+    parser.add_argument(
+        "--config", action="config", help=("a YAML file; may also be given as the first argument")
+    )
     parser.add_class_arguments(TrainConfig, None)
     parser.add_argument(
-        "--dry-run", action="store_true", help="check model, mesh, data and memory; print the plan of a batch"
+        "--dry-run",
+        action="store_true",
+        help=("check model, mesh, data and memory, and print the plan of a batch"),
     )
     arguments = list(arguments)
     if arguments and not arguments[0].startswith("-"):
         if not Path(arguments[0]).is_file():
-            raise ValueError(f"there is no config file {arguments[0]!r}")
+            raise ValueError(f"no such config file: {arguments[0]!r}")
         arguments.insert(0, "--config")
     try:
         found = parser.parse_args(arguments)

@@ -91,7 +91,7 @@ def _batch(config: TrainConfig, model: PreTrainedModel, mesh: Mesh) -> list[Rend
     try:
         data = next(loader, None)
         if data is None:
-            raise ValueError("the training data gives no row")
+            raise ValueError("the training data fills no row")
         shown: list[RenderableType] = []
         for number, row in enumerate(data.rows):
             lengths = [len(sample["input_ids"]) for sample in row]

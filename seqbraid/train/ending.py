@@ -50,7 +50,7 @@ class Ending:
         kept = f"the last checkpoint is {self.checkpoint}" if self.checkpoint else "there is no checkpoint"
         if self.reason == "preempted":
             asked = f" by {self.signal}" if self.signal else ""
-            return f"stopped{asked} after step {self.step}; {kept}; the same command goes on from it"
+            return f"stopped{asked} after step {self.step}; {kept}; the same command resumes from it"
         if self.reason == "unsaved":
             return f"step {self.step} is done but could not be saved; {kept}"
         return f"finished after step {self.step}; {kept}"

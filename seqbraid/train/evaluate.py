@@ -29,5 +29,5 @@ def evaluate(model: BraidedModel, loader: Loader, where: Whereabouts | None = No
         model.train(was_training)
         loader.close()
     if not labels:
-        raise ValueError("the held-out data has no token to predict")
+        raise ValueError("data.eval has no label token")
     return {"eval_loss": loss_sum / labels, "eval_accuracy": correct / labels, "eval_label_tokens": labels}

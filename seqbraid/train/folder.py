@@ -18,7 +18,7 @@ def new_folder(path: Path, replaces: str | None = None) -> Iterator[Path]:
     """
     old = path.is_dir() and replaces is not None and (path / replaces).is_file()
     if path.exists() and not old and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path} is there already; give a new folder, or remove it first")
+        raise ValueError(f"{path} exists already; give a new folder, or remove it first")
     path.parent.mkdir(parents=True, exist_ok=True)
     target = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     target.mkdir()

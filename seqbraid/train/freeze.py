@@ -35,14 +35,16 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, int]:
             names[part] = known[part]
         else:
             raise ValueError(
-                f"freeze: {part!r} is no part of {type(model).__name__}; it has {', '.join(known)}, and "
-                f"{PATTERN}PATTERN takes parameters by name"
+                f"freeze: {part!r} is not a part of {type(model).__name__}; it has {', '.join(known)}, "
+                f"and {PATTERN}PATTERN selects parameters by name"
             )
     frozen = set().union(*names.values())
     _check_shared(parameters, frozen)
     left = [p for name, p in parameters.items() if name not in frozen and p.requires_grad]
     if not left:
-        raise ValueError(f"freeze: {', '.join(parts)} leaves nothing of {type(model).__name__} to be trained")
+        raise ValueError(
+            f"freeze: {', '.join(parts)} leaves no parameter of {type(model).__name__} to be trained"
+        )
     for name in frozen:
         parameters[name].requires_grad_(False)
     counts = {part: _count(parameters[name] for name in found) for part, found in names.items()}
@@ -83,11 +85,11 @@ def _matching(part: str, parameters: dict[str, Any]) -> set[str]:
     try:
         pattern = re.compile(part.removeprefix(PATTERN))
     except re.error as error:
-        raise ValueError(f"freeze: {part!r} is no regular expression: {error}") from None
+        raise ValueError(f"freeze: {part!r} is not a regular expression: {error}") from None
     found = {name for name in parameters if pattern.search(name)}
     if not found:
         some = ", ".join(list(parameters)[:3])
-        raise ValueError(f"freeze: {part!r} matches no parameter; they are called {some}, …")
+        raise ValueError(f"freeze: {part!r} matches no parameter; there are {some}, …")
     return found
 
 
@@ -101,8 +103,8 @@ def _check_shared(parameters: dict[str, Any], frozen: set[str]) -> None:
         if inside and len(inside) < len(names):
             other = next(name for name in names if name not in frozen)
             raise ValueError(
-                f"freeze: {inside[0]} and {other} are one and the same weight (tied embeddings and head); "
-                "name both parts, or neither"
+                f"freeze: {inside[0]} and {other} are the same weight (tied embeddings and head); name "
+                "both parts, or neither"
             )
 
 

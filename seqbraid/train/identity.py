@@ -49,7 +49,7 @@ def model_identity(model: str) -> Identity:
         return {"model": {"name": model}}
     folder = checkpoint_folder(model)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json, so it is no checkpoint of transformers")
+        raise ValueError(f"{folder} has no config.json, so it is not a checkpoint of transformers")
     files = sorted({path.name for pattern in PROCESSING for path in folder.glob(pattern) if path.is_file()})
     return {
         "config": dict(_entries(_json(folder / "config.json"))),
@@ -68,8 +68,8 @@ def check_same_model(before: Mapping[str, Any] | None, now: Identity, last: Path
             name = changed[0]
             raise ValueError(
                 f"{last} was trained with {kind} {name} = {_shown(was.get(name))}, but the model has "
-                f"{_shown(has.get(name))}{f' ({len(changed) - 1} more differ)' if changed[1:] else ''}; the "
-                "model's folder was changed since: set it back, or give another out"
+                f"{_shown(has.get(name))}{(f' ({len(changed) - 1} more differ)' if changed[1:] else '')}; "
+                "the model's folder was changed since then: restore it, or give another out"
             )
 
 

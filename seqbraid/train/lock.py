@@ -53,8 +53,8 @@ class Lock:
         holder = _read(self.path)
         if holder.get("token", self.token) != self.token:
             raise ValueError(
-                f"{self.path.parent} was taken over by {_words(holder)}, which took this run for dead; this "
-                "one stops, so that they do not write over each other's checkpoints"
+                f"{self.path.parent} was taken over by {_words(holder)}, which considered this run dead; "
+                "this one stops, so that the two do not overwrite each other's checkpoints"
             )
 
     def _created(self, own: dict[str, Any]) -> bool:
@@ -77,7 +77,10 @@ class Lock:
             return token
         if beats is not None:
             _log.warning(
-                "%s is of %s: waiting up to %g s for a sign of life", self.path, _words(holder), WATCH_S
+                "%s belongs to %s: waiting up to %g s to see whether that run is alive",
+                self.path,
+                _words(holder),
+                WATCH_S,
             )
         while beats is not None and time.monotonic() < end:
             time.sleep(WATCH_S / 30)
@@ -89,8 +92,8 @@ class Lock:
 
     def _in_use(self, holder: dict[str, Any]) -> ValueError:
         return ValueError(
-            f"{self.path.parent} is in use by another run: {_words(holder)}. Stop it, or give another out; "
-            f"if you know that it is gone, delete {self.path}"
+            f"{self.path.parent} is in use by another run: {_words(holder)}. Stop it, or give another "
+            f"out; if that run is gone for certain, delete {self.path}"
         )
 
     def _set_aside(self, token: str | None) -> None:
@@ -101,7 +104,7 @@ class Lock:
             if _read(aside).get("token") != token:  # somebody else was quicker, and has it now
                 os.link(aside, self.path)
             elif token is not None:
-                _log.warning("%s was left by a run that is gone: taken over", self.path)
+                _log.warning("%s was left by a run that is gone, and is taken over", self.path)
         except (FileNotFoundError, FileExistsError):
             pass
         aside.unlink(missing_ok=True)
@@ -112,7 +115,7 @@ class Lock:
                 if _read(self.path).get("token") == self.token:
                     os.utime(self.path)
             except OSError as error:
-                _log.warning("the lock %s cannot be touched: %s", self.path, error)
+                _log.warning("the lock %s cannot be refreshed: %s", self.path, error)
 
 
 def _read(path: Path) -> dict[str, Any]:

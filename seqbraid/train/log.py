@@ -109,7 +109,7 @@ class Sinks:
             if name != DEFAULT_SINK:
                 raise ValueError(f"the sink {name!r} needs its package ({error}): {install}") from None
             # The default sink must not keep a run from starting.
-            self.say(f"there will be no TensorBoard files, its package is missing: {install}")
+            self.say(f"no TensorBoard files are written, since the package is missing: {install}")
         except Exception as error:
             self._gave_up(name, error)
 
@@ -167,7 +167,7 @@ class Sinks:
         self.file.flush()
 
     def _gave_up(self, name: str, error: Exception) -> None:
-        self.say(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
+        self.say(f"{name} failed and is not used any more: {type(error).__name__}: {error}")
 
     def say(self, text: str) -> None:
         """A line on the console, of the first rank."""

@@ -135,19 +135,19 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> list[str]:
     """Add the adapter of a folder, ours or peft's, to a stock model and freeze all else."""
     for name in (WEIGHTS, CONFIG):
         if not (folder / name).is_file():
-            raise ValueError(f"{folder} has no {name}, so it is no adapter of peft in safetensors")
+            raise ValueError(f"{folder} has no {name}, so it is not a peft adapter in safetensors format")
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, peft.LoraConfig):
         raise ValueError(f"{folder} is an adapter of kind {config.peft_type}; only LoRA is supported")
     variants = [name for name in VARIANTS if getattr(config, name, None) not in (None, False, "none", [], {})]
     if variants:
-        raise ValueError(f"{folder} is more than plain LoRA on linear layers: it sets {', '.join(variants)}")
+        raise ValueError(f"{folder} is not plain LoRA on linear layers: it sets {', '.join(variants)}")
     config.inference_mode = False
     try:
         given = load_file(folder / WEIGHTS)
     except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is not a whole safetensors file: {error}") from None
+        raise ValueError(f"{folder / WEIGHTS} is not a complete safetensors file: {error}") from None
     names = sorted({name.removeprefix(PREFIX).split(".lora_")[0] for name in given})
     config.target_modules = _checked(model, names)
     _inject(model, config, seed=0)
@@ -156,7 +156,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> list[str]:
     different = sorted(wanted.keys() ^ given.keys())
     different += [name for name in wanted.keys() & given.keys() if wanted[name].shape != given[name].shape]
     if different:
-        raise ValueError(f"{folder} does not fit {type(model).__name__}: {', '.join(different[:3])}, …")
+        raise ValueError(f"{folder} does not match {type(model).__name__}: {', '.join(different[:3])}, …")
     with torch.no_grad():
         for name, x in given.items():
             wanted[name].copy_(x)
@@ -229,7 +229,7 @@ def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
         if not matched:
             choices = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in own}))
             raise ValueError(
-                f"target {target!r} is no linear layer of the decoder; it has {choices}; layers of the "
+                f"target {target!r} is not a linear layer of the decoder; it has {choices}; layers of the "
                 "towers are named by 're:PATTERN'"
             )
         found.update(matched)
@@ -242,15 +242,15 @@ def _checked(model: PreTrainedModel, names: list[str]) -> list[str]:
     head, linear = _head_name(model), _linear_layers(model)
     if head in names:
         raise ValueError(
-            f"LoRA on the head ({head}) is not supported: the loss reads the head's weight, and would not "
-            "see the adapter; leave it out of the targets"
+            f"LoRA on the head ({head}) is not supported: the loss reads the head's weight, so the "
+            "adapter would have no effect; leave it out of the targets"
         )
     if not names:
         raise ValueError(f"{type(model).__name__} has no linear layers in its decoder that LoRA could adapt")
     other = [name for name in names if name not in linear]
     if other:
         raise ValueError(
-            f"{other[0]!r} is no linear layer of {type(model).__name__}; LoRA is for those alone"
+            f"{other[0]!r} is not a linear layer of {type(model).__name__}; LoRA adapts linear layers only"
         )
     return names
 
@@ -269,7 +269,7 @@ def _compiled(target: str) -> re.Pattern[str]:
     try:
         return re.compile(target.removeprefix("re:"))
     except re.error as error:
-        raise ValueError(f"{target!r} is no regular expression: {error}") from None
+        raise ValueError(f"{target!r} is not a regular expression: {error}") from None
 
 
 def _peft() -> Any:

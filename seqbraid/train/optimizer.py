@@ -67,7 +67,7 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One step from the gathered gradients."""
-        assert closure is None, "a closure would backward past the float32 sums"
+        assert closure is None, "closures are not supported: they would bypass the float32 gradient sums"
         self.gather_gradients()
         for group in self.param_groups:
             stepped = [p for p in group["params"] if p in self._sums]

@@ -23,8 +23,8 @@ from .trainer import Trainer
 from .watchdog import watched
 
 STAYS = (
-    "seqbraid train: {out} was stopped by a signal, and torchrun has started it again: it stays stopped "
-    f"(status {PREEMPTED}). Give the command again to go on"
+    "seqbraid train: {out} was stopped by a signal and restarted by torchrun: it stays stopped (status "
+    f"{PREEMPTED}). Run the command again to resume"
 )
 
 
@@ -47,7 +47,7 @@ def train(arguments: Sequence[str]) -> int:
     rank, world_size = launched()
     try:
         with watched(config, clocked_lines() if rank == 0 else None) as watchdog:
-            watchdog.where.starts(f"meeting the other ranks, {world_size} in all")
+            watchdog.where.starts(f"waiting for the other ranks, {world_size} in all")
             mesh = make_mesh(config)
             watchdog.join(mesh)
             if preempted_here(Path(config.out), mesh):

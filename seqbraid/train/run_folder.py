@@ -60,9 +60,9 @@ class RunFolder:
             while not self._sees(token):
                 if time.monotonic() > end:
                     raise ValueError(
-                        f"rank {self.mesh.rank} on {socket.gethostname()} does not see in "
-                        f"out={str(self.path)!r} what rank 0 on {host} has written to its own; out must be "
-                        "one folder that all ranks share"
+                        f"rank {self.mesh.rank} on {socket.gethostname()} cannot see in "
+                        f"out={str(self.path)!r} what rank 0 on {host} has written to its own; out must "
+                        "be one folder shared by all ranks"
                     )
                 time.sleep(0.1)
             probe = self.path / f".probe-{token}-{self.mesh.rank}"
@@ -86,7 +86,7 @@ def check_out(folder: Path) -> None:
     # There, or the nearest folder above it that is: the run makes the others.
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        kind = "a link to nothing" if there.is_symlink() else "a file"
+        kind = "a broken link" if there.is_symlink() else "a file"
         raise ValueError(f"out={str(folder)!r} cannot be used: {there} is {kind}, not a folder; give another")
     try:
         foreign = _foreign(folder) if there == folder else []
@@ -95,8 +95,8 @@ def check_out(folder: Path) -> None:
     if foreign:
         more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise ValueError(
-            f"out={str(folder)!r} holds {', '.join(foreign[:3])}{more} and is no run of seqbraid; give a "
-            "new or an empty folder, so that nothing of yours is written over"
+            f"out={str(folder)!r} holds {', '.join(foreign[:3])}{more} and is not a run of seqbraid; give "
+            "a new or an empty folder, so that your files are not overwritten"
         )
     if not os.access(there, os.W_OK | os.X_OK):
         raise _unusable(folder, PermissionError(f"{there} cannot be written to"))
@@ -145,7 +145,7 @@ def _take(folder: Path) -> Lock:
 
 
 def _unusable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(f"out={str(folder)!r} cannot be used: {error}; give a folder that can be written")
+    return ValueError(f"out={str(folder)!r} cannot be used: {error}; give a writable folder")
 
 
 def _foreign(folder: Path) -> list[str]:

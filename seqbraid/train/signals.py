@@ -37,9 +37,9 @@ def stop_on_signals(run: Stoppable, says: bool) -> Iterator[None]:
         if number == signal.SIGINT:
             # The kernel's own way, since Python's handlers wait for whatever the main thread is stuck in.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            again = "; once more ends it at once, unsaved"
+            again = "; send it again to end at once without saving"
         if says:  # not print: the signal may have come in the middle of one
-            os.write(2, f"\n{name}: the run stops when this step is done and saved{again}\n".encode())
+            os.write(2, f"\n{name}: the run stops after this step is finished and saved{again}\n".encode())
 
     before = {number: signal.signal(number, ask) for number in POLITE}
     try:

@@ -49,8 +49,8 @@ def describe(ranks: Mapping[int, Rank]) -> str:
         lines.append(f"{_ranks(group)} {'wait' if len(group) > 1 else 'waits'} in {where}")
     if not late and len(ranks) > 1:
         lines.append(
-            "no rank lags: their collectives do not match, or what one has sent does not reach another "
-            "(look at the network between the hosts)"
+            "no rank is behind: their collectives do not match, or data sent by one does not reach "
+            "another (check the network between the hosts)"
         )
     return "; ".join(lines)
 
@@ -58,15 +58,15 @@ def describe(ranks: Mapping[int, Rank]) -> str:
 def _one(rank: int, found: Rank) -> str:
     seen = found.seen
     if seen is None:
-        return f"rank {rank} has never given a sign of life"
+        return f"rank {rank} has never sent a heartbeat"
     who = f"rank {rank} (host {seen.host}, process {seen.pid})"
     was = f"step {seen.step}, {seen.doing}"
     if found.silent_s is not None:
         return (
-            f"{who} has given no sign of life for {found.silent_s:.0f} s, so it is stopped, dead or cut off; "
+            f"{who} has sent no heartbeat for {found.silent_s:.0f} s, so it is stopped, dead or cut off; "
             f"it was in {was}"
         )
-    return f"{who} holds the run up: {was}, at {seen.line}"
+    return f"{who} is holding up the run: {was}, at {seen.line}"
 
 
 def _ranks(group: list[int]) -> str:

@@ -61,7 +61,7 @@ class Trainer:
         self.config = config
         self.mesh = mesh
         self.where = Whereabouts() if where is None else where
-        self.where.starts("looking for a checkpoint to go on from")
+        self.where.starts("looking for a checkpoint to resume from")
         check_alike(mesh.cpu_group, shared(config))
         with raised_by_all(mesh.cpu_group):
             if mesh.rank == 0:
@@ -97,7 +97,7 @@ class Trainer:
         with raised_by_all(mesh.cpu_group):
             if mesh.rank == 0:
                 (self.folder / "model").mkdir(parents=True, exist_ok=True)
-        self.where.starts(f"reading the model {config.model} and splitting it over {mesh.world_size} ranks")
+        self.where.starts(f"loading the model {config.model} and sharding it over {mesh.world_size} ranks")
         memory, self.chosen = settle_checkpointing(config, mesh, self.device, state)
         self.checkpointing = memory.checkpointing
         self.model = braid(replace(config, memory=memory), mesh, self.device)
@@ -227,7 +227,7 @@ class Trainer:
         out = forward_backward(
             self.model, work, seed=seed, agreed=agreed, after=self._after_micro_batch(work)
         )
-        self.where.at("the norm of the gradient, and the update")
+        self.where.at("gradient norm and optimizer update")
         gradients = gradients_of(self.optimizer)
         norm = gradient_norm(gradients, self.mesh)
         loss = float(out.mean_loss)
@@ -293,8 +293,9 @@ class Trainer:
         if not self.trained:
             cut, bad = self.loader.over_long.without_labels, self.loader.bad.count
             raise ValueError(
-                f"none of {self.step} steps had a label, so nothing was trained: {cut} samples have none "
-                f"among their first data.row_tokens={self.config.data.row_tokens} tokens, {bad} are bad"
+                f"none of {self.step} steps had a label, so nothing was trained: {cut} samples have no "
+                f"label among their first data.row_tokens={self.config.data.row_tokens} tokens, {bad} are "
+                "bad"
             )
 
     def _after_step(self, metrics: dict[str, float], stop: bool) -> None:
@@ -327,7 +328,7 @@ class Trainer:
         if steps is not None:
             return steps_done / steps
         done = self.loader.progress()
-        assert done is not None, "a run without a number of steps has a number of epochs"
+        assert done is not None, "a run without train.steps has train.epochs"
         return done
 
     def _save(self) -> None:
@@ -344,7 +345,7 @@ class Trainer:
             "checkpointing": self.checkpointing,
         }
         self.saved = self.step
-        self.where.at(f"saving step {self.step}, after the save before it is written", limit="start")
+        self.where.at(f"saving step {self.step}, once the previous save is written", limit="start")
         self.checkpoints.save(self.step, self.model, self.optimizer, state)
         if self.best.get("step") == self.step:
             self.checkpoints.mark_best(self.step)
@@ -361,8 +362,8 @@ class Trainer:
                     self.sinks.event("checkpoint failed", step=event.step, reason=event.reason)
                     kept = f"the last one is {self.published}" if self.published else "there is none"
                     self.sinks.say(
-                        f"the checkpoint of step {event.step} COULD NOT BE WRITTEN ({event.reason}); {kept}. "
-                        "The run goes on, since checkpoint.on_error=continue"
+                        f"the checkpoint of step {event.step} COULD NOT BE WRITTEN ({event.reason}); "
+                        f"{kept}. The run continues, since checkpoint.on_error=continue"
                     )
                     if self.best.get("step") == event.step:  # nobody can have it
                         self.best = self.best_before

@@ -96,7 +96,7 @@ class Watchdog:
         stop = self.limits.stop
         if self.asked is not None and stop is not None and now - max(self.asked, place.since) > stop:
             self._end(
-                f"asked to stop, but nothing has moved for {stop:g} s (timeouts.stop={stop:g}): "
+                f"asked to stop, but there was no progress for {stop:g} s (timeouts.stop={stop:g}): "
                 f"{self._who(now)}. The run ends without another checkpoint"
             )
         if limit is not None:
@@ -116,13 +116,13 @@ class Watchdog:
         name = f"timeouts.{place.limit}={limit:g}"
         if stalled > limit:
             self._end(
-                f"nothing has moved for {stalled:.0f} s ({name}): {self._who(now)}. The run ends here; start "
-                "it again to go on from its last checkpoint"
+                f"no progress for {stalled:.0f} s ({name}): {self._who(now)}. The run ends here; start it "
+                "again to resume from its last checkpoint"
             )
         elif stalled > limit * WARN_AFTER and self._warned != place and observes:
             self._warned = place
             if self.beats is None or self.beats.claim(f"warning/{place.step}/{place.doing}"):
-                _say(f"nothing has moved for {stalled:.0f} s: {self._who(now)}. The run ends at {name}")
+                _say(f"no progress for {stalled:.0f} s: {self._who(now)}. The run ends at {name}")
 
     def _stalled(self, own: float, now: float) -> float:
         """For how long no rank has moved."""
@@ -139,8 +139,9 @@ class Watchdog:
         if away > max(2.0, 4 * self.beats.every_s):
             store = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             return (
-                f"the job's store at {store} has not answered rank {self.rank} for {away:.0f} s, so its host "
-                f"or the way to it is gone; {describe({self.rank: Rank(Heartbeats.of(self.where), None)})}"
+                f"the job's store at {store} has not answered rank {self.rank} for {away:.0f} s, so its "
+                "host or the network to it is down; "
+                f"{describe({self.rank: Rank(Heartbeats.of(self.where), None)})}"
             )
         seen = {**self.beats.seen, self.rank: Heartbeats.of(self.where)}
         return describe({r: Rank(seen.get(r), self.beats.silent(r, now)) for r in range(self.world_size)})

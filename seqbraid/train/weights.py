@@ -64,7 +64,7 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
         return folder
     name, revision = split_revision(path_or_name)
     if folder.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"{name!r} is neither a folder nor the name of a checkpoint on the hub (owner/name)")
+        raise ValueError(f"{name!r} is neither a folder nor the name of a model on the Hub (owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -72,7 +72,7 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"{str(path_or_name)!r} is no folder, and could not be downloaded from the Hub: {error}"
+            f"{str(path_or_name)!r} is not a folder, and could not be downloaded from the Hub: {error}"
         ) from None
 
 
@@ -100,7 +100,10 @@ def load_stock(
     folder = checkpoint_folder(path_or_name)
     config = read_config(folder)
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{folder} is quantized; train from the checkpoint it was made from")
+        raise ValueError(
+            f"{folder} is quantized, and quantized weights cannot be trained; use the "
+            "checkpoint it was made from"
+        )
     tensors = read_headers(folder)
     with torch.device("meta"):
         model = empty_model(folder, dtype)
@@ -122,13 +125,13 @@ def load_stock(
             name, saved, wanted = sorted(report["mismatched_keys"])[0]
             raise ValueError(
                 f"{folder} has {name} of shape {list(saved)}, but its config.json makes it {list(wanted)} "
-                f"(such tensors: {len(report['mismatched_keys'])}); take both from the same checkpoint"
+                f"(such tensors: {len(report['mismatched_keys'])}); use both from the same checkpoint"
             )
         if report["missing_keys"]:
             missing = sorted(report["missing_keys"])
             raise ValueError(
-                f"{folder} lacks {len(missing)} tensors of {found.__name__}, which would start from random "
-                f"numbers: {', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}"
+                f"{folder} lacks {len(missing)} tensors of {found.__name__}, which would be initialised "
+                f"randomly: {', '.join(missing[:5])}{(', …' if len(missing) > 5 else '')}"
             )
         model = model.to(device)
     return Stock(model.train(), extra, folder)

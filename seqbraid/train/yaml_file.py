@@ -30,7 +30,9 @@ def check_yaml(text: str, name: str) -> None:
     anchors = set[str]()
     for event in yaml.parse(text):
         if isinstance(event, yaml.AliasEvent) and event.anchor in anchors:
-            raise ValueError(f"{_place(name, event)} has the alias *{event.anchor}; write its value out")
+            raise ValueError(
+                f"{_place(name, event)} has the YAML alias *{event.anchor}; write the value instead"
+            )
         if isinstance(event, yaml.NodeEvent) and event.anchor:
             anchors.add(event.anchor)
     waiting = [yaml.compose(text)]  # an alias of nothing, such as the glob *.jsonl, is refused by this

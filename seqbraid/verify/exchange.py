@@ -25,7 +25,7 @@ def config_of(name: str) -> Any:
         return tiny_config(name)
     if not (Path(name) / "config.json").is_file():
         raise ValueError(
-            f"--model {name!r} is neither a tiny family ({', '.join(FAMILIES)}) nor a folder with a "
+            f"--model {name!r} is neither a tiny model ({', '.join(FAMILIES)}) nor a folder with a "
             "config.json"
         )
     return read_config(Path(name))
@@ -53,7 +53,7 @@ def exchange_report(layout: SequenceLayout, name: str) -> Group:
     text = config.get_text_config()
     sizes = head_sizes(text)
     if sizes is None:
-        return Group(Text(f"{name} has no gated-delta layers: there is no exchange to choose"))
+        return Group(Text(f"{name} has no gated-delta layers, so there is no exchange to choose"))
     dtype = text.dtype or config.dtype or torch.bfloat16
     taken = choose(layout, sizes, dtype.itemsize)
     sent = {"states": states_bytes(layout, sizes, dtype.itemsize)}
@@ -77,7 +77,7 @@ def exchange_report(layout: SequenceLayout, name: str) -> Group:
         cells = (f"{sent[method][rank]:,}" if method in sent else "–" for method in LABELS)
         table.add_row(str(rank), *cells)
     reason = _reason(sent, taken, refusal)
-    return Group(Text(title, style="italic"), table, Text(f"{LABELS[taken]} is taken: {reason}"))
+    return Group(Text(title, style="italic"), table, Text(f"{LABELS[taken]} is used: {reason}"))
 
 
 def _reason(sent: dict[str, list[int]], taken: str, refusal: str) -> str:

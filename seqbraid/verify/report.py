@@ -26,7 +26,7 @@ def print_parity(parity: Parity) -> None:
         table.add_row(line.name, f"{line.error:.1e}", f"{line.floor:.1e}", f"[{style}]{line.ratio:.2f}[/]")
     console = Console()
     console.print(table)
-    verdict = "[bold green]holds[/]" if parity.holds else "[bold red]does not hold[/]"
+    verdict = "[bold green]holds[/]" if parity.holds else "[bold red]fails[/]"
     console.print(f"{verdict}: loss, logits and {len(parity.lines) - 2} parameter gradients; {parity.reason}")
 
 

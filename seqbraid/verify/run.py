@@ -32,9 +32,7 @@ def load_model(name: str, seed: int = 0) -> PreTrainedModel:
         return tiny_model(TEXT_MODELS[name], seed)
     if not Path(name).is_dir():
         known = ", ".join([*MEDIA_FAMILIES, *TEXT_MODELS])
-        raise ValueError(
-            f"--model {name!r} is neither a tiny family ({known}) nor a folder with a checkpoint"
-        )
+        raise ValueError(f"--model {name!r} is neither a tiny model ({known}) nor a folder with a checkpoint")
     folder = Path(name)
     config = read_config(folder)
     weight_files(folder)
@@ -61,7 +59,9 @@ def verify_model(
     if family_of(model.config) is None:
         samples = random_samples(lengths or LENGTHS, model.config.get_text_config().vocab_size, seed)
     elif lengths:
-        raise ValueError("--lengths is for text models; images, videos and audio are drawn by --seed")
+        raise ValueError(
+            "--lengths is for text models; samples with images, videos and audio are drawn from --seed"
+        )
     else:
         samples = mixed_samples(model.config, seed)
     return check_parity(

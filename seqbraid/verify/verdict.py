@@ -107,7 +107,7 @@ class Parity:
         if self.undecided is not None:
             before = (
                 f"float32 cannot decide ({self.undecided.reason}: the stock model's own result moves that "
-                "far with the order of its sums or one rounding of its weights); in float64 "
+                "far when its sums are reordered or its weights rounded once); in float64 "
             )
         if self.holds:
             worst = f"worst {self.worst.ratio:.2f} × at {self.worst.name}"
@@ -115,7 +115,7 @@ class Parity:
         line = max(self.lines, key=lambda line: line.severity)
         if line.is_decided:
             return before + line.reason
-        return f"{before}{line.reason}{', too' if before else ''}: nothing is decided, so nothing passes"
+        return f"{before}{line.reason}{', too' if before else ''}: undecided, so the case does not pass"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

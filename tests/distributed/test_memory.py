@@ -318,7 +318,7 @@ def test_frozen_parts_get_no_gradient_and_the_rest_theirs() -> None:
             {"checkpointing": "some"},
             "checkpointing='some' is unknown; use one of 'none', 'selective', 'full'",
         ),
-        ({"offload": True}, "checkpointing='none' saves none"),
+        ({"offload": True}, "checkpointing='none' keeps none"),
         ({"checkpointing": "full", "offload": "yes"}, "must be True or False"),
         ({"mlp_tile": 0}, "mlp_tile=0 must be a number of tokens"),
         ({"mlp_tile": True}, "mlp_tile=True"),

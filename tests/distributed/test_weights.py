@@ -78,7 +78,11 @@ def refused(case: str) -> str:
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    [("two sources", "no other"), ("weights", "has weights already"), ("other model", "do not fit")],
+    [
+        ("two sources", "only the first rank"),
+        ("weights", "already has weights"),
+        ("other model", "do not match"),
+    ],
 )
 def test_what_does_not_fit_is_refused_by_all(case: str, message: str) -> None:
     assert all(message in said for said in ranks.run(refused, 2, case))

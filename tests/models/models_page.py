@@ -71,6 +71,8 @@ def _short(detail: str, class_name: str) -> str:
     text = re.split(r"; |\. ", re.sub(r"^(ring|ulysses)=2: ", "", detail))[0]
     text = re.sub(rf"^{class_name}( \(model_type '[^']*'\))? ", "", text)
     text = re.sub(
-        r", (so (a )?packed|so its attention|so the loss|which a packed|and ranks that share).*", "", text
+        r", (so (a )?packed|so its attention|so its router|so it would|which would|and ranks that share).*",
+        "",
+        text,
     )
     return text.replace("|", "/").replace("has output_router_logits=True, but ", "")

@@ -37,7 +37,7 @@ EXACT: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gemma2": ({}, "soft-cap"),
     "cohere": ({}, "soft-cap"),
-    "stablelm": ({}, "without its context"),
+    "stablelm": ({}, "without the context of the step"),
     "falcon_h1": ({}, "kind hybrid|carries state"),
     "mamba": ({}, "carries state|kind mamba"),
     "jamba": ({}, "carries state|kind mamba"),

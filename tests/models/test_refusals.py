@@ -39,7 +39,7 @@ def test_a_window_that_attention_does_not_get_is_refused() -> None:
 
 
 def test_a_mask_of_the_familys_own_is_refused() -> None:
-    with pytest.raises(ValueError, match="masks by rules of its own"):
+    with pytest.raises(ValueError, match="its own masking rules would not hold"):
         step(build("doge", num_key_value_heads=4), random_samples([40, 5], 97))
 
 

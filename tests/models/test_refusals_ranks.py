@@ -254,7 +254,7 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (divisor_of_the_own_data_rank, 2, "rank 1 has label_tokens = 61 but rank 0 has 60"),
     (divisor_that_is_no_number_on_one_rank, 2, "label_tokens=nan is not a whole number"),
     (none_on_one_rank, 2, "sample 0: input_ids is None, not a list of token numbers"),
-    (words_on_one_rank, 2, "not a list of token numbers"),
+    (words_on_one_rank, 2, "not a list of token ids"),
     (huge_id_on_one_rank, 2, "fit into 64 bits"),
     (other_kind_of_config_on_one_rank, 2, "uses rope_type dynamic"),
     (other_options_on_one_rank, 2, "rank 1 has memory.checkpointing = "),

@@ -298,7 +298,7 @@ def test_without_gradients_a_step_is_an_evaluation() -> None:
 
 
 def test_a_step_has_micro_batches() -> None:
-    with pytest.raises(ValueError, match="a step without micro-batches"):
+    with pytest.raises(ValueError, match="the step has no micro-batches"):
         forward_backward(sb.parallelize(tiny_model("llama")), [])
 
 

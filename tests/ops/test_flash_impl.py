@@ -247,7 +247,7 @@ def test_what_cannot_be_had_is_refused_when_it_is_asked_for(load: Any) -> None:
 
     with pytest.raises(
         ValueError,
-        match=r"attention='eager' is no kernel for it; use one of 'auto', 'flash.*'torch'",
+        match=r"attention='eager' is not a kernel for this op; use one of 'auto', 'flash.*'torch'",
     ):
         wish("eager")
     with pytest.raises(ValueError, match=r"'flash_attention_4' cannot be used: .*not installed; pip install"):
@@ -257,7 +257,7 @@ def test_what_cannot_be_had_is_refused_when_it_is_asked_for(load: Any) -> None:
     without_varlen.flash_attn_varlen_func = None  # type: ignore[attr-defined]
     load("somebody/attention", without_varlen)
     for name in ("kernels-community/vllm-flash-attn3", "somebody/attention"):
-        with pytest.raises(ValueError, match="no forward that gives an LSE"):
+        with pytest.raises(ValueError, match="no forward that returns an LSE"):
             wish(name)
 
 

@@ -67,7 +67,9 @@ def test_a_wish_for_what_is_not_there_is_refused() -> None:
     OP.check(KernelOptions(attention="slow"))
     with pytest.raises(ValueError, match="attention='absent' cannot be used: it is not installed; pip inst"):
         OP.check(KernelOptions(attention="absent"))
-    with pytest.raises(ValueError, match="attention='eagre' is no kernel for it; use one of 'auto', 'absent"):
+    with pytest.raises(
+        ValueError, match=("attention='eagre' is not a kernel for this op; use one of 'auto', 'absent")
+    ):
         OP.check(KernelOptions(attention="eagre"))
 
 
@@ -87,5 +89,7 @@ def test_two_models_of_a_process_have_their_own() -> None:
     assert float(first(batch).mean_loss) == float(second(batch).mean_loss)
     again = seqbraid.parallelize(first.release(), kernels=KernelOptions(gated_delta="torch"))
     assert again.kernels.options == KernelOptions(gated_delta="torch")
-    with pytest.raises(ValueError, match="loss='cuda' is no kernel for it; use one of 'auto', 'triton'"):
+    with pytest.raises(
+        ValueError, match=("loss='cuda' is not a kernel for this op; use one of 'auto', 'triton'")
+    ):
         seqbraid.parallelize(tiny_model("llama"), kernels=KernelOptions(loss="cuda"))

@@ -353,7 +353,7 @@ def test_encoder_cost_counts_the_products_of_a_layer() -> None:
 @pytest.mark.parametrize(
     ("items", "message"),
     [
-        ([item(2, (9, 10))], "image 0 of sample 2 is of no sample of the row, whose samples are 0 to 1"),
+        ([item(2, (9, 10))], "image 0 of sample 2 belongs to no sample of the row; its samples are 0 to 1"),
         ([item(-1, (0, 2))], "image 0 of sample -1"),
         ([item(0, (3, 6))], r"image 0 of sample 0 has tokens \[3, 6\) of the row; its sample is \[0, 5\)"),
         ([item(1, (0, 2), kind="audio")], r"audio 0 of sample 1 has tokens \[0, 2\).*its sample is \[5, 9\)"),

@@ -100,7 +100,7 @@ def test_an_unknown_key_in_the_file_is_refused_with_the_nearest_name(
         (["--memory.mlp_tile=0"], "mlp_tile=0"),
         (["--lora.rank=4", "--freeze=[vision]"], "lora"),
         (["--model="], "model is empty"),
-        (["--train.steps=null", "--train.epochs=1", "--train.warmup=5"], "share below 1"),
+        (["--train.steps=null", "--train.epochs=1", "--train.warmup=5"], "fraction below 1"),
         (["--train.lr=-1e-5"], "train.lr=-1e-05"),
         (["--train.warmup=-1"], "train.warmup=-1"),
         (["--train.final_lr=1.5"], "train.final_lr=1.5"),

@@ -52,7 +52,9 @@ def test_a_safetensors_header_that_cannot_be_true(damage: str, tmp_path: Path) -
     weights = tmp_path / WEIGHTS
     weights.write_bytes(HEADERS[damage](weights.read_bytes()))
     for reads in (read_headers, fingerprint, load_stock):
-        with pytest.raises(ValueError, match=r"model\.safetensors is not a whole safetensors file: .*again"):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors is not a complete safetensors file: .*again"
+        ):
             reads(tmp_path)
 
 
@@ -123,7 +125,7 @@ def test_every_command_says_it_in_one_line(
     weights = model / WEIGHTS
     data = weights.read_bytes()
     weights.write_bytes(with_header_bytes(2**63)(data))
-    refused("is not a whole safetensors file: ")
+    refused("is not a complete safetensors file: ")
     weights.rename(model / "part.safetensors")
     (model / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": 1}}))
     refused("is not an index of safetensors files: ")

@@ -337,14 +337,14 @@ def test_checkpoints_that_are_not_loaded(tmp_path: Path) -> None:
     save_file({k: v for k, v in whole.items() if k != name}, weights, metadata={"format": "pt"})
     refused("lacks")
     weights.write_bytes(weights.read_bytes()[:-9])
-    refused("not a whole safetensors file")
+    refused("not a complete safetensors file")
     weights.unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
     refused("only pytorch_model.bin; weights are read from safetensors alone")
     save_file(whole, tmp_path.parent / "outside.safetensors", metadata={"format": "pt"})
     index = {"weight_map": dict.fromkeys(whole, "../outside.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused("no file of that folder")
+    refused("not in that folder")
     (tmp_path / "model.safetensors.index.json").write_text("[1]")
     refused("not an index")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -359,7 +359,7 @@ def test_checkpoints_that_are_not_loaded(tmp_path: Path) -> None:
         "auto_map": {"AutoConfig": "modeling_x.C", "AutoModelForCausalLM": "modeling_x.C"},
     }
     (tmp_path / "config.json").write_text(json.dumps(remote))
-    refused("brings code of its own .* never run")
+    refused("needs its own code .* never run")
     (tmp_path / "config.json").write_text(json.dumps(config | {"auto_map": remote["auto_map"]}))
     save_file(whole, weights, metadata={"format": "pt"})
     assert type(load_stock(tmp_path).model) is type(model)

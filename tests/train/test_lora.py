@@ -128,7 +128,7 @@ def test_an_adapter_that_peft_trained_is_taken_up(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
         load_adapter(tiny_model("qwen3"), tmp_path)
     weights.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(ValueError, match=r"no adapter_model.safetensors"):
@@ -187,7 +187,7 @@ def test_targets_are_the_decoders_unless_a_tower_is_named(targets: Any, expected
         (["conv1d"], "no linear layer of the decoder; it has down_proj, gate_proj"),
         (["qkv"], "towers are named by"),
         (["embed_tokens"], "no linear layer"),
-        (["re:)"], "no regular expression"),
+        (["re:)"], "not a regular expression"),
         ([], "targets is empty"),
     ],
 )
@@ -203,7 +203,7 @@ def test_peft_on_a_layer_whose_weight_is_read_is_refused(target: str) -> None:
     """Nobody has to go through `add_lora`: what would be left out silently is refused by `parallelize`."""
     model = tiny_model("qwen3_5")
     inject_adapter_in_model(LoraConfig(r=64, target_modules=[target]), model)
-    with pytest.raises(ValueError, match="the adapter would not be seen"):
+    with pytest.raises(ValueError, match="which would be ignored"):
         sb.parallelize(model)
 
 

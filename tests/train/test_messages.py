@@ -36,7 +36,7 @@ def test_a_run_says_how_it_ended_and_that_it_was_finished(
     assert f"checkpoint: {out / 'checkpoints' / 'step-00000002'}\n" in said
     assert "reading the model tiny:qwen3" in said
     assert main(["train", str(path)]) == 0
-    assert "It had been finished before: nothing was trained" in capfd.readouterr().err
+    assert "It was already finished: nothing was trained" in capfd.readouterr().err
     assert main(["export", str(out), "--out", str(tmp_path / "model")]) == 0
     printed = capfd.readouterr().out
     assert f"wrote {tmp_path / 'model'}: " in printed and "float32, in 1 file\n" in printed

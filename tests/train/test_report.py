@@ -106,7 +106,7 @@ def test_a_run_is_drawn_and_summed_up(tmp_path: Path) -> None:
     page = page_of(tmp_path, run)
     drawn = plots(page)
     assert set(drawn) == {
-        "Loss", "Accuracy of the next token", "Norm of the gradient", "Learning rate", "Speed", "Peak memory",
+        "Loss", "Next-token accuracy", "Gradient norm", "Learning rate", "Speed", "Peak memory",
         "Waiting for data", "Padding",
     }  # fmt: skip
     loss = curves(drawn["Loss"])
@@ -324,7 +324,7 @@ def test_a_file_that_is_no_report_is_replaced_only_when_told_to(
     command = ["report", str(run), "--out", str(out)]
     out.write_text("mine")
     assert main(command) == 2 and out.read_text() == "mine"
-    assert "is no report" in capsys.readouterr().err
+    assert "is not a report" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for answer, replaced in (("", False), ("n", False), ("y", True)):
         monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)

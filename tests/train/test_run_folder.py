@@ -91,7 +91,7 @@ def test_a_lock_of_another_machine_is_watched_for_a_sign_of_life(
     theirs._released.set()  # killed: it does not beat, and does not clear up
     time.sleep(0.1)
     ours = Lock(tmp_path)
-    with pytest.raises(ValueError, match="took this run for dead"):
+    with pytest.raises(ValueError, match="considered this run dead"):
         theirs.check()  # it was stopped for a while, perhaps
     theirs.release()
     ours.check()
@@ -141,7 +141,7 @@ def test_a_folder_that_holds_other_things_is_refused_untouched(folder: Path, tmp
         (out / name).write_text("mine")
         before = sorted(out.rglob("*"))
         for error in errors(train, 2, config(folder, out, mesh=RING)):
-            assert f"holds {name.split('/')[0]} and is no run" in error.message
+            assert f"holds {name.split('/')[0]} and is not a run" in error.message
         assert sorted(out.rglob("*")) == before and (out / name).read_text() == "mine"
 
 
@@ -153,7 +153,7 @@ def test_an_out_that_is_no_folder_is_named_on_every_rank_and_by_a_dry_run(
     file.write_text("mine")
     link.symlink_to(tmp_path / "nowhere")
     for out, what in ((file / "a" / "run", f"{file} is a file"), (file, f"{file} is a file"),
-                      (link / "run", f"{link} is a link to nothing")):  # fmt: skip
+                      (link / "run", f"{link} is a broken link")):  # fmt: skip
         said = re.escape(f"out={str(out)!r} cannot be used: {what}, not a folder; give another")
         for error in errors(train, 2, config(folder, out, mesh=RING)):
             assert error.kind == "ValueError" and re.fullmatch(f"(rank 0 stopped: )?{said}", error.message)
@@ -164,7 +164,7 @@ def test_an_out_that_is_no_folder_is_named_on_every_rank_and_by_a_dry_run(
 
 def test_a_dry_run_refuses_an_out_that_holds_other_things(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds notes\.txt and is no run of seqbraid"):
+    with pytest.raises(ValueError, match=r"holds notes\.txt and is not a run of seqbraid"):
         dry_run(config(folder, tmp_path))
     if os.geteuid():  # nothing is closed to root
         (tmp_path / "closed").mkdir(mode=0o500)
@@ -201,7 +201,7 @@ def _with_a_folder_of_its_own(settings: TrainConfig) -> None:
 
 def test_a_folder_that_is_not_shared_is_found_at_the_start(folder: Path, tmp_path: Path) -> None:
     for error in errors(_with_a_folder_of_its_own, 2, config(folder, tmp_path / "run", mesh=RING)):
-        assert "rank 1 on " in error.message and "one folder that all ranks share" in error.message
+        assert "rank 1 on " in error.message and "one folder shared by all ranks" in error.message
     assert not (tmp_path / "run0" / LOCK_FILE).exists()
 
 

@@ -138,7 +138,10 @@ def test_a_longer_run_has_its_own_rates_and_a_refused_one_leaves_the_folder(
     run(train, 1, replace(begun, train=replace(begun.train, steps=4)))
     assert logged(begun, "lr") == pytest.approx([0.1, 0.05, 0.05, 0.025])
     assert logged(begun, "what") == [
-        "train.steps is 4, was 2: the schedule is stretched, so that the learning rate may jump at step 3"
+        (
+            "train.steps is 4, was 2: the learning rate schedule is stretched, so the learning rate may jump "
+            "at step 3"
+        )
     ]
     before = (tmp_path / "run/config.yaml").read_bytes()
     assert "seed=1" in errors(train, 1, replace(begun, seed=1))[0].message
@@ -225,7 +228,7 @@ def test_a_run_without_a_label_stops(folder: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     of_epochs = replace(found, out=f"{found.out}s", train=replace(found.train, steps=None, epochs=1))
     for error in errors(train, 2, replace(of_epochs, mesh=DATA_RANKS)):
-        assert "6 have no label in the part that a row holds: raise row_tokens" in error.message
+        assert "6 have no label among the first row_tokens tokens: raise data.row_tokens" in error.message
 
 
 def test_a_best_that_cannot_be_written_does_not_stop_a_run_that_goes_on(folder: Path, tmp_path: Path) -> None:

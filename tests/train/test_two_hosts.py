@@ -65,7 +65,7 @@ def test_a_host_that_is_cut_off_in_a_step_is_named_and_both_hosts_end(
         next(line for line in path.read_text().splitlines() if ends in line) for path in outputs
     )
     for rank in (2, 3):
-        named = rf"rank {rank} \(host host-1, process \d+\) has given no sign of life for \d+ s"
+        named = rf"rank {rank} \(host host-1, process \d+\) has sent no heartbeat for \d+ s"
         assert re.search(named, stayed), stayed
     assert f"the job's store at {ADDRESSES[0]}:" in was_cut and "has not answered rank" in was_cut
     ended = json.loads((out / "ended.json").read_text())

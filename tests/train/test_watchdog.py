@@ -84,7 +84,7 @@ def train_with(config: TrainConfig, rank: int, do: Callable[[], None] | None) ->
 @pytest.mark.parametrize(
     ("do", "said"),
     [(stuck_in_forward, "holds the run up: step 2, forward and backward of micro-batch 1 of 1, at stuck_in_"),
-     (stop_self, "has given no sign of life for")],
+     (stop_self, "has sent no heartbeat for")],
 )  # fmt: skip
 def test_a_rank_that_hangs_in_its_forward_is_named(
     examples: Path,  # noqa: F811
@@ -179,7 +179,7 @@ def test_sigterm_ends_a_run_that_is_stuck_in_a_collective(examples: Path, tmp_pa
     found = errors(train_with, 2, now, 1, interrupt_and_hang, limit=150.0)
     assert [error.kind for error in found] == ["EOFError"] * 2
     text = (tmp_path / "run.txt").read_text()
-    assert "asked to stop, but nothing has moved for 2 s (timeouts.stop=2)" in text
+    assert "asked to stop, but there was no progress for 2 s (timeouts.stop=2)" in text
 
 
 def train_until_stopped(config: TrainConfig) -> tuple[int, str]:
@@ -224,4 +224,4 @@ def test_who_lags() -> None:
     assert laggards({0: busy, 1: busy}) == []
     text = describe({0: waiting, 1: waiting})
     assert text.startswith("ranks 0, 1 wait in step 5, the update: all_gather (x.py:1); no rank lags")
-    assert describe({0: waiting, 1: Rank(None, 9.0)}).startswith("rank 1 has never given a sign of life; ")
+    assert describe({0: waiting, 1: Rank(None, 9.0)}).startswith("rank 1 has never sent a heartbeat; ")

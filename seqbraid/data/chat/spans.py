@@ -66,8 +66,8 @@ class MarkedConversation:
         the turn's end token."""
         if not self.says_the_same:
             raise ValueError(
-                "the chat template writes something else when a turn says one word more, so that a turn "
-                "cannot be found in its text; give the template {% generation %} blocks"
+                "the chat template renders a turn differently when its content has one more word, so the "
+                "turn cannot be located in the text; give the template {% generation %} blocks"
             )
         try:
             start, stop = self._found(number)
@@ -91,10 +91,14 @@ class MarkedConversation:
             if times[number] != 1:
                 raise ValueError(
                     f"the chat template {'repeats' if times[number] else 'drops'} turn {number} "
-                    f"({self.messages[number]['role']}), so it would not be the record that is learnt"
+                    f"({self.messages[number]['role']}), so the rendered text would not be that of the "
+                    "record; use a template that renders every turn once"
                 )
         if [number for number, _ in found] != list(self.marks):
-            raise ValueError("the chat template puts the turns in another order")
+            raise ValueError(
+                "the chat template renders the turns in another order than the record has; "
+                "use a template that keeps it"
+            )
         return dict(found)
 
     def _check_prefix(self, number: int, span: Span) -> None:
@@ -103,9 +107,9 @@ class MarkedConversation:
             if span == self._found(number):
                 return
         raise ValueError(
-            f"the chat template writes turn {number} otherwise when turns far before it are left out, so it "
-            f"cannot be found in a conversation of {len(self.messages)} turns; make that shorter, or give "
-            "the template {% generation %} blocks"
+            f"the chat template writes turn {number} differently when turns far before it are left out, "
+            f"so it cannot be located in a conversation of {len(self.messages)} turns; shorten the "
+            "conversation, or give the template {% generation %} blocks"
         )
 
     def _after_mark(self, number: int) -> int:
@@ -125,8 +129,9 @@ class MarkedConversation:
         start = begin + len(tail)
         if self.special.match(self.text, start) and prompt == self.render(before, False):
             raise ValueError(
-                "the chat template has no generation prompt (add_generation_prompt), but begins a turn with "
-                f"{self.text[start : start + 40]!r}; what of it the model would generate is not clear"
+                "the chat template has no generation prompt (add_generation_prompt), but begins a turn "
+                f"with {self.text[start : start + 40]!r}; which part of it the model would generate is "
+                "unclear, so no label mask can be made"
             )
         return start
 
@@ -141,7 +146,8 @@ class MarkedConversation:
         if any(end > cut for end in ends) or not _TAG.match(tail, cut):
             raise ValueError(
                 f"the chat template begins turn {number} with {text[:SHOWN]!r}, but prompts for it with "
-                f"{tail[-SHOWN:]!r}; what of it the model would generate is not clear"
+                f"{tail[-SHOWN:]!r}; which part of it the model would generate is unclear, so no label "
+                "mask can be made"
             )
         return cut
 

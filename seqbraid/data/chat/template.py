@@ -46,8 +46,8 @@ class ChatTemplate:
             template = template.get("default")
         if not isinstance(template, str):
             raise ValueError(
-                f"{type(processor).__name__} has no chat template, so conversations have no form; set "
-                "tokenizer.chat_template"
+                f"{type(processor).__name__} has no chat template, so conversations cannot be rendered; "
+                "set tokenizer.chat_template"
             )
         self.template = template
 
@@ -119,12 +119,14 @@ class ChatTemplate:
                     # What a model says may hold special tokens, such as those of boxes, but not a turn's end.
                     if turn.role != "assistant" or token in own or token in self.template:
                         raise ValueError(
-                            f"turn {number} ({turn.role}) says {token!r}, which the tokenizer reads as a "
-                            "special token; take it out or write it in another way"
+                            f"turn {number} ({turn.role}) says {token!r}, which the tokenizer would read "
+                            "as a special token; remove it or write it differently"
                         )
         for text in all_texts(conversation.tools):
             if found := self.special_pattern.search(text):
-                raise ValueError(f"the tools hold {found[0]!r}, which the tokenizer reads as a special token")
+                raise ValueError(
+                    f"the tools hold {found[0]!r}, which the tokenizer would read as a special token"
+                )
 
 
 def loses_reasoning(turn: Turn, text: str) -> bool:

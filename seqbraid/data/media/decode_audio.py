@@ -51,7 +51,9 @@ def audio(file: BinaryIO, sampling_rate: int, max_seconds: float, max_decoded: i
         # In blocks, so that many channels need no more memory than one.
         for block in blocks:
             if not np.isfinite(block).all():
-                raise ValueError("holds NaN or infinity among its samples; make it again")
+                raise ValueError(
+                    "has NaN or infinity among its audio samples; repair the file or leave it out"
+                )
             block = block[: len(mono) - filled]
             mono[filled : filled + len(block)] = block.mean(axis=1)
             filled += len(block)
@@ -68,7 +70,7 @@ def _opened(
     try:
         soundfile = import_module("soundfile")
     except (ImportError, OSError):  # OSError: libsndfile, which it binds, is missing
-        soundfile, unknown = None, "sounds need soundfile; pip install 'seqbraid[audio]'"
+        soundfile, unknown = None, "audio needs soundfile; pip install 'seqbraid[audio]'"
     if soundfile is not None:
         try:
             with soundfile.SoundFile(file) as sound:
@@ -77,14 +79,14 @@ def _opened(
                 yield info, sound.blocks(BLOCK, dtype="float32", always_2d=True)
                 return
         except soundfile.LibsndfileError as error:
-            unknown = f"cannot be decoded as a sound: {error.error_string}"
+            unknown = f"cannot be decoded as audio: {error.error_string}"
             if error.code != UNKNOWN_FORMAT:
                 raise ValueError(unknown) from error
     try:
         info = _track_info(file, max_seconds, max_decoded)
     except UnreadableError as error:
         if soundfile is not None and isinstance(error, MissingPyAVError):
-            unknown += " A video's sound needs PyAV; pip install 'seqbraid[video]'"
+            unknown += " The audio of a video needs PyAV; pip install 'seqbraid[video]'"
         raise ValueError(unknown) from error
     yield info, track_blocks(file)
 
@@ -105,7 +107,7 @@ def _check(info: AudioInfo, max_seconds: float, max_decoded: int) -> None:
     if not 1 <= info.channels <= MAX_CHANNELS:
         raise ValueError(f"has {info.channels} channels; from 1 to {MAX_CHANNELS} are read")
     if info.num_samples < 1:
-        raise ValueError("has no samples")
+        raise ValueError("has no audio samples")
     seconds = info.num_samples / info.sampling_rate
     if seconds > max_seconds or 4 * info.num_samples > max_decoded:
         raise ValueError(

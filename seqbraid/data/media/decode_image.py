@@ -51,7 +51,7 @@ def _opened(file: BinaryIO, max_pixels: int) -> Iterator[tuple[Any, int]]:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
-        raise ValueError("pictures need Pillow; pip install pillow") from None
+        raise ValueError("images need Pillow; pip install pillow") from None
 
     with warnings.catch_warnings():
         # Ours is the limit that counts.
@@ -59,7 +59,7 @@ def _opened(file: BinaryIO, max_pixels: int) -> Iterator[tuple[Any, int]]:
         try:
             picture = Image.open(file, formats=FORMATS)
         except UnidentifiedImageError:
-            raise ValueError(f"is no picture of a kind that is read ({', '.join(FORMATS)})") from None
+            raise ValueError(f"is not an image in a supported format ({', '.join(FORMATS)})") from None
     with picture:
         width, height = picture.size
         if min(width, height) < 1 or width * height > max_pixels:
@@ -77,7 +77,7 @@ def _rgb(picture: Any) -> Any:
         # Pillow would cut 16 bits off at 255.
         picture = Image.fromarray((np.asarray(picture).astype(np.uint32) >> 8).astype(np.uint8))
     elif picture.mode in ("I", "F"):
-        raise ValueError("has pixels of 32 bits, whose range is not known; save it with 8 or 16 bits")
+        raise ValueError("has pixels of 32 bits, whose value range is unknown; save it with 8 or 16 bits")
     if "A" in picture.getbands() or picture.info.get("transparency") is not None:
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, (255, 255, 255, 255))

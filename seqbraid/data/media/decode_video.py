@@ -105,7 +105,9 @@ def _video_stream(container: Any, max_pixels: int) -> Any:
     stream = container.streams.video[0]
     context = stream.codec_context
     if context is None:
-        raise ValueError("is coded in a way that cannot be decoded here")
+        raise ValueError(
+            "has a codec that cannot be decoded on this machine; convert it, to H.264 for instance"
+        )
     if context.width * context.height > max_pixels:
         raise ValueError(f"has {context.width} × {context.height} pixels; at most {max_pixels} are read")
     # Also for the decoder, since a stream may contradict its container.

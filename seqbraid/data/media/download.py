@@ -35,7 +35,7 @@ def download(url: str, max_bytes: int, timeout: float) -> bytes:
             if time.monotonic() > deadline:
                 raise ValueError(f"was not downloaded within {timeout:g} s")
         if answer.length:
-            raise ValueError(f"ended {answer.length} bytes early")
+            raise ValueError(f"ended {answer.length} bytes before its announced length")
     if not body:
         raise ValueError("is empty: the answer has no bytes")
     return bytes(body)

@@ -103,7 +103,7 @@ class MediaFiles:
 
     def _resolve(self, source: str) -> Path:
         if not source or "\0" in source:
-            raise ValueError("is no path: it is empty or holds a NUL")
+            raise ValueError("is not a path: it is empty or contains a NUL character")
         if _URL.match(source):
             raise ValueError("is a URL; download it, or allow http and https URLs with allow_urls")
         path = Path(source)

@@ -172,7 +172,7 @@ class FrameRules:
     def size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
         """Height and width of the frames of a video of `num_frames` sampled ones."""
         if min(num_frames, height, width) < 1:
-            raise ValueError(f"a video of {num_frames} frames of {height}×{width} pixels has nothing to see")
+            raise ValueError(f"a video of {num_frames} frames of {height}×{width} pixels is empty")
         factor = self.patch_size * self.merge_size
         lowest, highest = self.min_pixels, self.max_pixels
         whole = num_frames if self.whole_video else 1
@@ -188,13 +188,16 @@ class FrameRules:
         if self.frame_max_pixels is not None:
             highest = self.frame_max_pixels * whole
         if lowest > highest:
-            raise ValueError(f"videos have at least {lowest} and at most {highest} pixels; no size fits both")
+            raise ValueError(
+                f"videos have at least {lowest} and at most {highest} pixels; min_pixels "
+                "must not exceed max_pixels"
+            )
         if self.whole_video:
             new = resize_video(num_frames, height, width, self.temporal_patch_size, factor, lowest, highest)
         else:
             new = resize_frame(height, width, factor, lowest, highest)
         if min(new) < factor:
-            raise ValueError(f"frames of {height}×{width} pixels leave less than one patch of {factor}")
+            raise ValueError(f"frames of {height}×{width} pixels are less than one patch of {factor}")
         return int(new[0]), int(new[1])
 
     def grid(self, num_frames: int, height: int, width: int) -> Grid:

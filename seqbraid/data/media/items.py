@@ -122,11 +122,14 @@ class MediaReader:
         self.processor, self.files, self.options = processor, files, options
         self.kinds: tuple[str, ...] = family.kinds if family else ()
         if options.use_audio_in_video and "audio" not in self.kinds:
-            raise ValueError("use_audio_in_video is set, but the model does not hear; leave it out")
+            raise ValueError("use_audio_in_video is set, but this model has no audio encoder; leave it out")
         if not family:
             return
         if not processor.image_processor.do_resize:
-            raise ValueError("the image processor has do_resize=False; images must fit the grid of patches")
+            raise ValueError(
+                "the image processor has do_resize=False, but images must be resized to "
+                "whole patches; set do_resize=True"
+            )
         self.frame_rules = _frame_rules(processor).changed(options.video())
 
     def measure(self, refs: Sequence[MediaRef]) -> MediaItems:
@@ -198,7 +201,7 @@ class MediaReader:
         with _named("image", ref):
             new_height, new_width = smart_resize(height, width, factor, low, high)
             if min(new_height, new_width) < factor:
-                raise ValueError(f"{width}×{height} pixels leave less than one patch of {factor} pixels")
+                raise ValueError(f"{width}×{height} pixels are less than one patch of {factor} pixels")
         grid = (1, new_height // stock.patch_size, new_width // stock.patch_size)
         return ImageItem(ref, {"shortest_edge": low, "longest_edge": high}, grid)
 

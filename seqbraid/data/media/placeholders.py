@@ -41,7 +41,9 @@ class Expanded(NamedTuple):
     def _moved(self, place: int) -> int:
         number = bisect_right(self.old, place, key=lambda replaced: replaced[1])
         if number < len(self.old) and self.old[number][0] < place:
-            raise ValueError("a turn begins or ends within the placeholder of a media item")
+            raise ValueError(
+                "the chat template begins or ends a turn within the placeholder of an image, video or clip"
+            )
         return place + (self.new[number - 1][1] - self.old[number - 1][1] if number else 0)
 
 
@@ -69,8 +71,8 @@ class Placeholders:
         found = [Placeholder(self._kinds[m[0]], *m.span()) for m in self._pattern.finditer(text)]
         if [place.kind for place in found] != list(kinds):
             raise ValueError(
-                f"the conversation has the media {_listed(kinds)}, but the chat template writes placeholders "
-                f"for {_listed([place.kind for place in found])}"
+                f"the conversation has {_listed(kinds)}, but the chat template writes placeholders for "
+                f"{_listed([place.kind for place in found])}"
             )
         return found
 

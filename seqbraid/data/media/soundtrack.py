@@ -53,7 +53,7 @@ def track_blocks(file: BinaryIO) -> Iterator[NDArray[np.float32]]:
             if frame.sample_rate != rate:
                 raise ValueError(f"has {rate} Hz by its header, but decodes to {frame.sample_rate} Hz")
             if frame.is_corrupt:
-                raise ValueError(f"is damaged at {float(frame.time or 0):.2f} s of its sound")
+                raise ValueError(f"is damaged at {float(frame.time or 0):.2f} s of its audio")
             for piece in resampler.resample(frame):
                 yield piece.to_ndarray().T
 
@@ -62,10 +62,12 @@ def track_blocks(file: BinaryIO) -> Iterator[NDArray[np.float32]]:
 def _opened(file: BinaryIO) -> Iterator[tuple[Any, Any]]:
     with opened_container(file, "sound") as container:
         if not container.streams.audio:
-            raise ValueError("has no sound")
+            raise ValueError("has no audio stream")
         stream = container.streams.audio[0]
         if stream.codec_context is None:
-            raise ValueError("has a sound that is coded in a way that cannot be decoded here")
+            raise ValueError(
+                "has audio in a codec that cannot be decoded on this machine; convert it, to AAC for instance"
+            )
         yield container, stream
 
 
@@ -91,5 +93,5 @@ def _promised_samples(container: Any, stream: Any) -> int | None:
     if not 0 < shown[-1][1] <= size or ends[-1] < 1:
         return None
     if len(packets) < stream.frames:
-        raise ValueError(f"has {stream.frames} packets of sound by its header, but {len(packets)} are there")
+        raise ValueError(f"has {stream.frames} audio packets by its header, but {len(packets)} are there")
     return int(ends[-1])

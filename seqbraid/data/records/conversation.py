@@ -145,7 +145,7 @@ def check_ignored(keys: Iterable[str]) -> frozenset[str]:
     """The keys that are to be ignored, none of which may be one that is read."""
     found = frozenset([keys] if isinstance(keys, str) else keys)
     if read := sorted(found & {*RECORD_KEYS, *TURN_KEYS, "role", "content", "from", "value"}):
-        raise ValueError(f"data.ignore_keys has {', '.join(read)}, which is read; take it out of the list")
+        raise ValueError(f"data.ignore_keys has {', '.join(read)}, which is used; remove it from the list")
     return found
 
 
@@ -246,7 +246,7 @@ def _place_listed(turns: Sequence[_Draft], listed: Mapping[Kind, list[MediaRef]]
         first = next((parts for _, role, parts, _ in turns if role == "user"), None)
         if first is None:
             raise ValueError(
-                f"{len(unmarked)} media without markers go before the first user turn; there is none"
+                f"{len(unmarked)} media without markers are put before the first user turn, but there is none"
             )
         first[:0] = unmarked
 
@@ -263,7 +263,7 @@ def _turn(where: str, role: Role, parts: Sequence[str | MediaRef], message: Mapp
     said = any(isinstance(part, str) and part.strip() for part in parts)
     if role == "assistant" and not said and not extra.get("tool_calls"):
         raise ValueError(
-            f"{where} is an assistant turn without text: nothing to learn; leave it out or fill it in"
+            f"{where} is an assistant turn without text, so it has no label; leave it out or fill it in"
         )
     return Turn(role, tuple(parts), _loss(message, role, where), extra)
 
@@ -281,15 +281,17 @@ def _loss(message: Mapping[str, Any], role: Role, where: str) -> bool:
     if message[key] not in (0, 1):
         raise ValueError(f"{where}.{key} is true or false, not {show(message[key])}")
     if message[key] and role != "assistant":
-        raise ValueError(f"{where}.{key} is true on a {role} turn; only assistant turns are learnt")
+        raise ValueError(f"{where}.{key} is true on a {role} turn; only assistant turns have labels")
     return bool(message[key])
 
 
 def _check_order(turns: Sequence[Turn]) -> None:
     for number, turn in enumerate(turns):
         if turn.role == "system" and number:
-            raise ValueError(f"turn {number} is a system turn; the system speaks first or not at all")
+            raise ValueError(f"turn {number} is a system turn; a system message must come first")
         if turn.role == "tool" and (not number or turns[number - 1].role not in ("assistant", "tool")):
-            raise ValueError(f"turn {number} is a tool's answer, but no assistant turn comes before it")
+            raise ValueError(f"turn {number} is a tool result, but no assistant turn comes before it")
     if not any(turn.loss for turn in turns):
-        raise ValueError('no assistant turn with loss: nothing to learn (is "loss" false everywhere?)')
+        raise ValueError(
+            'no assistant turn has labels, so there is nothing to train on (is "loss" false on every turn?)'
+        )

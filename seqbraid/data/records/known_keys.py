@@ -41,9 +41,9 @@ def refuse_preferences(item: Mapping[Any, Any], ignored: Collection[str], where:
         rates = isinstance(key, str) and (key == LABEL or key.startswith(RATED))
         if rates and key not in ignored and not is_absent(value):
             raise ValueError(
-                f"{where} has the key {key[:60]!r}, so it is preference data (DPO, KTO); supervised training "
-                "would learn a rejected answer like any other: give it the good answers alone, or, if the "
-                "others may be learnt too, name the key in data.ignore_keys"
+                f"{where} has the key {key[:60]!r}, so it is preference data (DPO, KTO); supervised "
+                "training would train on rejected answers too: keep the chosen answers only, or, if all "
+                "answers may be trained on, list the key in data.ignore_keys"
             )
 
 
@@ -52,5 +52,5 @@ def _unknown(key: Any, value: Any, known: Collection[str], where: str) -> str:
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return (
         f"{where} has the unknown key {show(key)[:80]}, which is {show(value)}{hint}; known are "
-        f"{', '.join(known)}; ids and metadata that need not be read are named in data.ignore_keys"
+        f"{', '.join(known)}; list ids and metadata that may be ignored in data.ignore_keys"
     )

@@ -36,7 +36,7 @@ def parse_json(text: str | bytes) -> Any:
         what = error.msg.removesuffix(" at")  # some of its messages end in it, others do not
         raise ValueError(f"not JSON: {what} at character {error.pos}") from None
     except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deep") from None
+        raise ValueError("JSON that is nested too deeply") from None
 
 
 def check_plain(value: Any) -> None:
@@ -61,7 +61,10 @@ def check_plain(value: Any) -> None:
         elif isinstance(item, list):
             waiting += [(inner, depth + 1) for inner in item]
         elif item is not None and not isinstance(item, int):
-            raise ValueError(f"the record holds {show(item)}; values are what JSON has")
+            raise ValueError(
+                f"the record holds {show(item)}; values are strings, numbers, booleans, "
+                "null, lists and objects"
+            )
 
 
 def _check_text(text: str) -> None:
@@ -69,8 +72,8 @@ def _check_text(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"the record holds the lone surrogate {text[error.start]!a}, which is no character; "
-            "repair the text's encoding"
+            f"the record holds the lone surrogate {text[error.start]!a}, which is not a character; repair "
+            "the text's encoding"
         ) from None
 
 
@@ -84,4 +87,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"not JSON: {name} is no JSON number")
+    raise ValueError(f"not JSON: {name} is not a JSON number")

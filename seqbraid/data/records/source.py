@@ -44,7 +44,7 @@ def open_source(paths: str | Sequence[str]) -> Source:
     paths = [paths] if isinstance(paths, str) else list(paths)
     names = [name for path in paths for name in _expand(str(path))]
     if not names:
-        raise ValueError(f"no source is given; give {ACCEPTED}")
+        raise ValueError(f"no data source is given; give {ACCEPTED}")
     # A file's own name is enough to find it by, unless two files share it.
     short = [Path(name).name for name in names]
     sources = [
@@ -136,7 +136,7 @@ def _open_one(path: str, name: str) -> Source:
         dataset = _call(path, _datasets().Dataset.from_parquet, path)
         return DatasetSource(dataset, name, file_fingerprint(Path(path)))
     hint = "; write one record a line, for instance with `jq -c '.[]'`" if suffix == ".json" else ""
-    raise ValueError(f"{path} is of no kind that is read; give {ACCEPTED}{hint}")
+    raise ValueError(f"{path} is not a supported data source; give {ACCEPTED}{hint}")
 
 
 def _open_folder(path: str) -> Source:
@@ -156,7 +156,7 @@ def _open_hub(path: str) -> Source:
         r"hf:(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?", path
     )
     if found is None:
-        raise ValueError(f"{show(path)} names no dataset; write hf:owner/name[:config][@split]")
+        raise ValueError(f"{show(path)} is not the name of a dataset; write hf:owner/name[:config][@split]")
     split = found["split"] or "train"
     dataset = _call(path, _datasets().load_dataset, found["name"], found["config"], split=split)
     return DatasetSource(dataset, path, digest([dataset._fingerprint, str(len(dataset))]))

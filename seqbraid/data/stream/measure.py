@@ -64,7 +64,7 @@ class Clock:
             if begun != before:
                 self._where.moves()
             if self._where.stop:
-                raise Stopped("while data workers were at work")
+                raise Stopped("while data workers were running")
 
 
 def raise_if_stopped(found: Sequence[Sequence[int]]) -> None:
@@ -188,7 +188,7 @@ class Measuring:
         for place, sample in enumerate(window.unknown):
             rank, number = place % self._world_size, place // self._world_size
             length = found[rank][number]
-            assert length != UNKNOWN, f"rank {rank} has not measured sample {sample}"
+            assert length != UNKNOWN, f"rank {rank} has not sent the length of sample {sample}"
             self._lengths[sample] = length
             if kept_by[rank][number]:
                 self._texts.is_kept(sample, rank, length)

@@ -176,7 +176,7 @@ def check_finite(sample: Mapping[str, Any]) -> None:
         if isinstance(payload, Tensor) and payload.numel() and payload.is_floating_point():
             smallest, largest = payload.aminmax()  # both are NaN where any number is
             if not (smallest.isfinite() and largest.isfinite()):
-                raise ValueError(f"its {key} hold NaN or infinity; leave the sample out, or make it again")
+                raise ValueError(f"its {key} hold NaN or infinity; leave the sample out, or decode it again")
 
 
 def text_sample(text_2T: Tensor, length: int, row_tokens: int) -> dict[str, Any] | Refused:

@@ -205,13 +205,15 @@ class Workers:
             sample = worker.at[1]
             if self._limit_s is None or stays <= max(self._limit_s, START_S if sample == NO_SAMPLE else 0.0):
                 continue
-            what = "making its encoder" if sample == NO_SAMPLE else f"at {self._source.where(sample)}"
+            what = "starting its encoder" if sample == NO_SAMPLE else f"at {self._source.where(sample)}"
             stopped = process_state(worker.process.pid) == "T"
             why = (
-                "the process is stopped (SIGSTOP), so let it run"
+                "the process is stopped (SIGSTOP); send it SIGCONT"
                 if stopped
-                else "it may be a chat template that does not end, or a file system that does not answer: "
-                "take the sample out or mend it, or give it more time"
+                else (
+                    "it may be a chat template with an endless loop, or a file system that does not "
+                    "respond: remove or repair the sample, or raise timeouts.loader"
+                )
             )
             return (
                 f"{worker.process.name} (process {worker.process.pid}) has been {what} for {stays:.0f} s "
@@ -299,9 +301,9 @@ def _how_it_ended(process: BaseProcess) -> str:
     process.join(timeout=5)
     code = process.exitcode
     if code is not None and code < 0:
-        hint = "; is the memory used up? Try fewer workers" if -code == signal.SIGKILL else ""
+        hint = "; the host may be out of memory: try fewer workers" if -code == signal.SIGKILL else ""
         return f"(process {process.pid}) was ended by {signal.Signals(-code).name}{hint}"
-    return f"(process {process.pid}) ended with exit code {code}; what it printed may say why"
+    return f"(process {process.pid}) ended with exit code {code}; see its output above"
 
 
 def _work(pipe: Connection, pickled: bytes, at: Any) -> None:

@@ -143,7 +143,9 @@ class Checkpoints:
                 if self._job is not None and self._job.step == step:
                     name_best(self.folder, path.name)
                 elif not files.is_complete(path):
-                    raise ValueError(f"step {step} has no checkpoint to be the best: {path} is not complete")
+                    raise ValueError(
+                        f"step {step} has no checkpoint that `best` could name: {path} is not complete"
+                    )
                 else:
                     files.point(self.folder, "best", path.name)
             except OSError as problem:
@@ -198,7 +200,7 @@ class Checkpoints:
                 return path
             problems.append(problem)
             if self.mesh.rank == 0:
-                _log.warning("resume=latest-intact passes over %s: %s", path.name, problem)
+                _log.warning("resume=latest-intact skips %s: %s", path.name, problem)
         if problems:
             raise ValueError(f"no checkpoint in {self.folder} is intact: {'; '.join(problems)}")
         return None
@@ -220,7 +222,7 @@ class Checkpoints:
                 tensors, prefixes = model_tensors(model, frozen=base is None), ["model."]
                 if optimizer is not None:
                     if saved["optimizer"] is None:
-                        raise ValueError(f"{path} was saved without an optimizer")
+                        raise ValueError(f"{path} has no optimizer state")
                     state = optimizer_state_for(model, optimizer, index, saved["optimizer"])
                     tensors |= optimizer_tensors(model, optimizer, state)[0]
                     prefixes.append("optimizer.")
@@ -260,8 +262,8 @@ class Checkpoints:
         """What was saved without its frozen parameters is worth nothing on top of others."""
         if saved is not None and saved != self.base:
             raise ValueError(
-                f"{path} holds what was trained on top of the weights {saved}, and the model's are "
-                f"{self.base or 'unknown'}; give the checkpoint that the run started from"
+                f"{path} holds adapters trained on the base weights {saved} but the model has "
+                f"{self.base or 'unknown'}; use the checkpoint that the run started from"
             )
 
     def _make_folder(self, name: str) -> OSError | None:

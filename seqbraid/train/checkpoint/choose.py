@@ -11,8 +11,8 @@ from . import files
 
 RESUME = re.compile(r"auto|never|must|latest-intact|step:\d+")
 WAY_OUT = (
-    "restore what is missing, or take another one: resume=latest-intact falls back to the newest that is "
-    "intact, resume=step:N to that of a step; what was trained since is then trained again"
+    "restore the missing files, or resume from another checkpoint: resume=latest-intact falls back to "
+    "the newest intact one, resume=step:N to that of a step; later steps are then trained again"
 )
 _SET_BACK = "set_back"
 
@@ -37,7 +37,7 @@ def choose(root: Path, resume: str) -> Path | None:
         chosen, problem = _newest(root, found)
     if problem:
         whole = [path for path in found if files.is_complete(path)]
-        others = f"these look whole: {_names(whole)}" if whole else "none of the others is whole"
+        others = f"these look complete: {_names(whole)}" if whole else "none of the others is complete"
         raise ValueError(
             f"the checkpoint to resume from is damaged: {problem}. Of {root}, {others}; {WAY_OUT}"
         )
@@ -76,7 +76,7 @@ def _newest(root: Path, found: list[Path]) -> tuple[Path | None, str]:
         return youngest, "" if youngest is None else files.damage(youngest)
     path = next((path for path in found if path.name == named), None)
     if path is None:
-        return None, f"{root / 'last'} names {named!r}, which is not there"
+        return None, f"{root / 'last'} names {named!r}, which does not exist"
     return path, files.damage(path)
 
 

@@ -51,7 +51,7 @@ def step_of(path: Path) -> int:
     """The step of a published folder, by its name."""
     match = _PUBLISHED.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"{path} is not a checkpoint; its name would be like {folder_name(30)}")
+        raise ValueError(f"{path} is not a checkpoint; checkpoint names look like {folder_name(30)}")
     return int(match[1])
 
 
@@ -117,14 +117,17 @@ def read_manifest(folder: Path, step: int | None = None) -> dict[str, FileRecord
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(body, dict) or body.pop("crc32", None) != _digest(body):
-        raise ValueError(f"{path} is damaged: its checksum does not fit")
+        raise ValueError(f"{path} is damaged: its checksum does not match")
     if body["format"] != FORMAT:
         raise ValueError(f"{path} has format {body['format']}; this version reads format {FORMAT}")
     if body["step"] != (step_of(folder) if step is None else step):
-        raise ValueError(f"{path} is of step {body['step']}; the folder was renamed or mixed up")
+        raise ValueError(
+            f"{path} is of step {body['step']}; the folder was renamed, or files of two "
+            "checkpoints were mixed"
+        )
     for name in body["files"]:
         if _FILE.fullmatch(name) is None:
-            raise ValueError(f"{path} names the file {name!r}, which no checkpoint has")
+            raise ValueError(f"{path} names the file {name!r}, which is not a file of a checkpoint")
     return {name: FileRecord(*record) for name, record in body["files"].items()}
 
 
@@ -138,7 +141,7 @@ def check_file(path: Path, expected: FileRecord, checksum: bool) -> None:
     if found.size != expected.size:
         raise ValueError(f"the checkpoint is damaged: {path} has {size} bytes instead of {expected.size}")
     if found.crc32 != expected.crc32:
-        raise ValueError(f"the checkpoint is damaged: the checksum of {path} does not fit")
+        raise ValueError(f"the checkpoint is damaged: the checksum of {path} does not match")
 
 
 def check_share(folder: Path, rank: int, world_size: int) -> str:
@@ -224,7 +227,9 @@ def remove(path: Path) -> None:
         elif path.exists():
             shutil.rmtree(path)
     except OSError as error:
-        _log.warning("%s is left over and cannot be removed (%s); it may be deleted by hand", path, error)
+        _log.warning(
+            "%s is left from a killed run and cannot be removed (%s); delete it by hand", path, error
+        )
 
 
 def clear(path: Path) -> None:
@@ -267,7 +272,7 @@ def found_in(root: Path) -> list[Path]:
         if path.is_dir():
             found.append(path)
         else:
-            _log.warning("%s is not a folder, and no checkpoint: it is left alone", path)
+            _log.warning("%s is neither a folder nor a checkpoint: it is kept", path)
     return sorted(found, key=step_of)
 
 

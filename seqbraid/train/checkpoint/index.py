@@ -60,18 +60,20 @@ def check_index(index: Index) -> None:
         for file, offsets, sizes in chunks:
             ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
             if min([0, *offsets, *sizes]) < 0 or any(e > n for e, n in zip(ends, shape, strict=True)):
-                raise ValueError(f"the part of {key} in {file} leaves its shape {shape}: {offsets} + {sizes}")
+                raise ValueError(
+                    f"the part of {key} in {file} is outside its shape {shape}: {offsets} + {sizes}"
+                )
         starts = {tuple(offsets) for _, offsets, _ in chunks}
         volume = sum(math.prod(sizes) for _, _, sizes in chunks)
         if len(starts) != len(chunks) or volume != math.prod(shape):
-            raise ValueError(f"the parts of {key} do not make its shape {shape}: {chunks}")
+            raise ValueError(f"the parts of {key} do not fill its shape {shape}: {chunks}")
 
 
 def check_tensors(tensors: Mapping[str, Tensor], index: Index, prefixes: Sequence[str]) -> None:
     """ValueError unless the checkpoint has exactly these tensors under the prefixes, in shape and dtype."""
     saved = {key for key in index if key.startswith(tuple(prefixes))}
     if missing := sorted(tensors.keys() - saved):
-        raise ValueError(f"the checkpoint lacks {_some(missing)}, which the model or optimizer has")
+        raise ValueError(f"the checkpoint is missing {_some(missing)}, which the model or optimizer has")
     if unexpected := sorted(saved - tensors.keys()):
         raise ValueError(f"the checkpoint has {_some(unexpected)}, unknown to this model or optimizer")
     for key, tensor in tensors.items():

@@ -84,9 +84,9 @@ def _fitting(model: PreTrainedModel, checkpoint: Shapes) -> list[Any]:
         fewest = missing if fewest is None or len(missing) < len(fewest) else fewest
     assert fewest is not None
     raise ValueError(
-        f"the checkpoint lacks {len(fewest)} of the {len(required)} weights of {type(model).__name__} "
-        f"({', '.join(sorted(fewest)[:3])}, …), so that the rest of it cannot be told from old weights; give "
-        "the folder that the model was loaded from"
+        f"the checkpoint is missing {len(fewest)} of the {len(required)} weights of "
+        f"{type(model).__name__} ({', '.join(sorted(fewest)[:3])}, …), so its other weights cannot be "
+        "identified; give the folder that the model was loaded from"
     )
 
 

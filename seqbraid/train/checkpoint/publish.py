@@ -98,9 +98,9 @@ def recover(root: Path, busy: str | None) -> None:
         if fresh.is_dir():
             try:
                 if finish_written(root, name):
-                    _log.warning("%s was written when the last run ended; it is published now", root / name)
+                    _log.warning("%s was complete when the last run ended and is published now", root / name)
             except (OSError, ValueError) as error:
-                _log.warning("%s was written and cannot be published: %s", root / name, error)
+                _log.warning("%s is complete but cannot be published: %s", root / name, error)
         elif pending.exists() and files.is_complete(root / name):
             _point(root, name)
         for path in paths:

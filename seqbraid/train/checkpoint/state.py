@@ -76,7 +76,7 @@ def optimizer_state_for(
     trained = _trained(model, optimizer)
     for name in sorted(trained.keys() ^ set(record["parameters"])):
         here, there = ("trains", "did not") if name in trained else ("does not train", "did")
-        raise ValueError(f"this optimizer {here} {name}; the one that was saved {there}")
+        raise ValueError(f"this optimizer {here} {name}; the saved one {there}")
     flags = {p: group for group in optimizer.param_groups for p in group["params"]}
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     for key in [*index, *record["numbers"]]:

@@ -55,8 +55,8 @@ def load_digits() -> Digits:
         from sklearn.datasets import load_digits as bundled
     except ImportError:
         raise ValueError(
-            "the demo reads the digits that come with scikit-learn, which is not installed; run "
-            "`pip install 'seqbraid[demo]'`"
+            "the demo uses the digits of scikit-learn, which is not installed; run `pip install "
+            "'seqbraid[demo]'`"
         ) from None
     found = bundled()
     return Digits(torch.tensor(found.images, dtype=torch.float32), torch.tensor(found.target))

@@ -23,24 +23,25 @@ def demo_report(result: DemoResult) -> str:
     settings = result.settings
     mesh = f"{settings.processes} CPU ranks (ring {settings.ring} × ulysses {settings.ulysses})"
     about = (
-        f"A Qwen3.5 with vision of {result.num_parameters / 1e6:.2f} M parameters learns to read handwritten "
-        f"digits in packed rows of up to {ROW_TOKENS} tokens, on {mesh}. Beside it, from the same weights "
-        "and the same data: the stock model of transformers in one process, on each sample alone."
+        f"A Qwen3.5 with vision of {result.num_parameters / 1000000.0:.2f} M parameters learns to read "
+        f"handwritten digits from packed rows of up to {ROW_TOKENS} tokens, on {mesh}. It is compared "
+        "with the stock model of transformers in one process, on each sample alone, from the same "
+        "weights and the same data."
     )
     sections = [
-        f"<h1>One training, two ways</h1><p>{escape(about)}</p>",
+        f"<h1>One training, run in two ways</h1><p>{escape(about)}</p>",
         _tiles(result),
         "<h2>The loss</h2>",
         _loss_plot(result),
-        "<h2>How far the two are apart</h2>",
+        "<h2>Difference between the two</h2>",
         _difference_plot(result),
         f"<p class='soft'>{escape(_why_they_part(result))}</p>",
-        "<h2>What the model can read</h2>",
+        "<h2>What the model reads</h2>",
         _accuracy_plot(result),
         _held_out_digits(result),
-        "<h2>Where the tokens of a row live</h2>",
+        "<h2>Where the tokens of a row are</h2>",
         layout_picture(settings),
-        "<h2>The same again</h2>",
+        "<h2>Reproduce</h2>",
         f"<pre>{escape(command(settings))}</pre><p class='soft'>{escape(_versions())}</p>",
     ]
     head = f"<meta charset='utf-8'><title>seqbraid demo</title><style>{STYLE}</style>"
@@ -71,7 +72,7 @@ def _tiles(result: DemoResult) -> str:
             result.accuracy >= LEAST_ACCURACY,
         ),
         (f"{max(result.differences):.1e}", "largest relative difference of the losses", result.curves_agree),
-        (f"{max(result.floor):.1e}", "the same between two orders of the sums in one process", None),
+        (f"{max(result.floor):.1e}", "the same between two orders of summation in one process", None),
         (f"{same}/{digits}", stock, None),
         (f"{result.seconds:.0f} s", times, None),
     ]
@@ -92,7 +93,7 @@ def _loss_plot(result: DemoResult) -> str:
 def _difference_plot(result: DemoResult) -> str:
     steps = range(1, result.settings.steps + 1)
     curves = [
-        Series("rounding: one process, two orders of the sums", steps, result.floor, FLOOR_COLOR),
+        Series("rounding: one process, two orders of summation", steps, result.floor, FLOOR_COLOR),
         Series(
             f"{result.settings.processes} ranks against one process", steps, result.differences, SPLIT_COLOR
         ),
@@ -103,13 +104,13 @@ def _difference_plot(result: DemoResult) -> str:
 def _why_they_part(result: DemoResult) -> str:
     verdict = "holds" if result.curves_agree else "does not hold"
     return (
-        "No two orders of a sum in float32 agree to the last digit, and each update feeds that last digit "
-        "back into the weights: training amplifies rounding. So the yardstick is a second training in one "
-        "process that differs from the first in the order of its sums alone. Up to every step, the ranks may "
-        f"be {ALLOWANCE:.0f} times as far off as the largest difference it has shown by then, and "
-        f"{ALLOWANCE * ROUNDING:.0e} in any case: {verdict}. Where two losses are equal to the last digit, "
-        "the curve is on the lower edge. A defect, such as a leak between samples or a gradient lost between "
-        "ranks, would show in the first steps already."
+        "Reordering a sum in float32 changes its last digit, and each update feeds that digit back into "
+        "the weights: training amplifies rounding. So the reference is a second training in one process "
+        "that differs from the first only in the order of its sums. Up to every step, the ranks may be "
+        f"{ALLOWANCE:.0f} times as far off as the largest difference it has had so far, and "
+        f"{ALLOWANCE * ROUNDING:.0e} in any case: {verdict}. Where two losses are equal to the last "
+        "digit, the curve is at the lower edge. A defect, such as a leak between samples or a gradient "
+        "lost between ranks, would show in the first steps already."
     )
 
 
@@ -121,7 +122,7 @@ def _accuracy_plot(result: DemoResult) -> str:
         Series(f"{wanted:.0f} %", [0, max(steps)], [wanted, wanted], GREY, width=1.2, dash="4 4"),
         Series("held-out digits read right", steps, shares, GREEN, width=2),
     ]
-    return line_plot("Accuracy on digits never trained on", curves, "step", "%", y_range=(0.0, 100.0))
+    return line_plot("Accuracy on held-out digits", curves, "step", "%", y_range=(0.0, 100.0))
 
 
 def _held_out_digits(result: DemoResult) -> str:
@@ -131,7 +132,7 @@ def _held_out_digits(result: DemoResult) -> str:
     parts = [f"<p>The first {len(first)} held-out digits, and what the model reads in them:</p>"]
     parts.append(_figures(result, first))
     if mistakes:
-        what = f"{len(mistakes)} of {len(labels)} are misread; the first of them:"
+        what = f"{len(mistakes)} of {len(labels)} are misread; the first ones:"
         parts += [f"<p>{what}</p>", _figures(result, mistakes[:SHOWN_MISTAKES])]
     return "".join(parts)
 

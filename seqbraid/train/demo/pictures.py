@@ -37,8 +37,8 @@ def layout_picture(settings: Settings) -> str:
     num_images = sum(len(sample["image_grid_thw"]) for sample in row)
     title = f"The row of step {step + 1}: {len(row)} samples with {num_images} images"
     about = (
-        f"An image makes {IMAGE_TOKENS} tokens, marked by a dark bar. It is encoded whole, on one rank, and "
-        "its features are sent to the ranks that hold its tokens."
+        f"An image has {IMAGE_TOKENS} tokens, marked by a dark bar. It is encoded on one rank, and its "
+        "features are sent to the ranks that hold its tokens."
     )
     return f"<p class='soft'>{escape(about)}</p>" + mark_images(layout_svg(layout, title), row)
 

@@ -23,9 +23,11 @@ TABLE_ROWS = 9
 def run_demo(steps: int, out: Path, seed: int, processes: int) -> int:
     """Train both ways, compare, write `report.html`; 0 if the curves agree and the digits are read."""
     if steps < 1:
-        raise ValueError(f"--steps {steps} trains nothing; give at least 1")
+        raise ValueError(f"--steps {steps} trains nothing; use at least 1")
     if processes < 1:
-        raise ValueError(f"--processes {processes} is nobody; give at least 1 (4 are ring 2 × ulysses 2)")
+        raise ValueError(
+            f"--processes {processes} starts no process; use at least 1 (4 means ring 2 × ulysses 2)"
+        )
     settings = Settings(steps, seed, processes, out)
     settings.digits()  # where they are missing, that is said before any process is started
     out.mkdir(parents=True, exist_ok=True)
@@ -87,8 +89,8 @@ def _print_result(result: DemoResult, console: Console) -> None:
     good = "green" if result.accuracy >= LEAST_ACCURACY else "red"
     console.print(
         f"The two loss curves {agree}: largest relative difference {max(result.differences):.1e}, within "
-        f"{ALLOWANCE:.0f} × what rounding does to this training ({max(result.floor):.1e}).\n"
-        f"Held-out digits read right: [{good}]{result.accuracy:.1%}[/] packed over ranks, "
+        f"{ALLOWANCE:.0f} × the effect of rounding on this training ({max(result.floor):.1e}).\nHeld-out "
+        f"digits read right: [{good}]{result.accuracy:.1%}[/] packed over ranks, "
         f"{result.stock_accuracy:.1%} by stock transformers with the saved checkpoint. "
         f"{result.seconds:.0f} s in all."
     )

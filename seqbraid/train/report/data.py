@@ -94,7 +94,7 @@ def read_run(path: Path) -> RunLog:
     path = path.parent if path.name == LOG_FILE else path
     log = path / LOG_FILE
     if not log.is_file():
-        raise ValueError(f"{path} has no {LOG_FILE}; give the folder of a run (`out` of its config)")
+        raise ValueError(f"{path} has no {LOG_FILE}; give the folder of a run (`out` in its config)")
     run = RunLog(path.resolve().name or str(path), path)
     some = False
     for record in read_lines(log):
@@ -105,8 +105,8 @@ def read_run(path: Path) -> RunLog:
             _add(run, record)
     if run.unreadable and not some:
         raise ValueError(
-            f"{log} is not the log of a run: of its {run.unreadable} lines none is JSON with a step; "
-            "give the folder of a run (`out` of its config)"
+            f"{log} is not the log of a run: of its {run.unreadable} lines none is JSON with a step; give "
+            "the folder of a run (`out` in its config)"
         )
     config = path / "config.yaml"
     if config.is_file():

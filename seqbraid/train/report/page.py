@@ -59,8 +59,8 @@ class Chart(NamedTuple):
 
 CHARTS = (
     Chart("Loss", "loss", "nats per label token", "eval_loss"),
-    Chart("Accuracy of the next token", "accuracy", "%", "eval_accuracy", 100.0),
-    Chart("Norm of the gradient", "grad_norm", "before clipping", log=True),
+    Chart("Next-token accuracy", "accuracy", "%", "eval_accuracy", 100.0),
+    Chart("Gradient norm", "grad_norm", "before clipping", log=True),
     Chart("Learning rate", "lr", "rate"),
     Chart("Speed", "tokens_per_s", "tokens/s"),
     Chart("Model FLOPs utilization", "mfu", "% of the peak", scale=100.0),
@@ -87,7 +87,7 @@ def write_report(runs: Sequence[Path], out: Path, force: bool = False) -> None:
     if out.is_dir():
         raise ValueError(f"--out={str(out)!r} is a folder; give a file, such as {str(out / 'report.html')!r}")
     if out.exists() and not (force or is_report(out)):
-        raise ValueError(f"{out} is there and is no report; give another --out, or --force to replace it")
+        raise ValueError(f"{out} exists and is not a report; give another --out, or --force to replace it")
     try:
         found = [read_run(Path(path)) for path in runs]
     except OSError as error:
@@ -109,9 +109,11 @@ def report_page(runs: Sequence[RunLog]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} training runs"
     written = time.strftime("%Y-%m-%d %H:%M:%S %Z")
     sections = [
-        f"<h1>{escape(title)}</h1><p class='soft'>Written {escape(written)}. Marks: ticks on the axis are "
-        "events (checkpoints, for the most part), dashed lines resumed runs; rest the pointer on one to read "
-        "it. Dashed curves are of held-out data; of long runs the mean is drawn above the steps.</p>",
+        (
+            f"<h1>{escape(title)}</h1><p class='soft'>Written {escape(written)}. Ticks on the axis are "
+            "events (mostly checkpoints), dashed lines are resumes; hover over one to read it. Dashed curves "
+            "are evaluations; for long runs the mean is drawn over the steps.</p>"
+        ),
         summary_table(runs),
         _legend(runs),
         *(_chart(chart, runs) for chart in CHARTS),
@@ -156,9 +158,7 @@ def _chart(chart: Chart, runs: Sequence[RunLog]) -> str:
             x, y = run.curves[chart.held_out].finite()
             if len(x):
                 points = thinned(x, chart.scale * y)
-                held_out.append(
-                    Series(f"{run.name}, held out", *points, color_of(i), 1.8, "5 4", len(x) <= 40)
-                )
+                held_out.append(Series(f"{run.name}, eval", *points, color_of(i), 1.8, "5 4", len(x) <= 40))
         marks += _marks(run, color_of(i) if len(runs) > 1 else GREY)
     series = [*noisy, *plain, *held_out]
     if not series:

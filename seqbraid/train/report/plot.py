@@ -192,9 +192,7 @@ def _check(series: Sequence[Series]) -> None:
             )
         bad = [value for value in (*one.x, *one.y) if not math.isfinite(value)]
         if bad:
-            raise ValueError(
-                f"series {one.name!r} holds {bad[0]}, which has no place on an axis; leave it out"
-            )
+            raise ValueError(f"series {one.name!r} holds {bad[0]}, which cannot be drawn; leave it out")
 
 
 def _draw_axes(page: ET.Element, x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> None:

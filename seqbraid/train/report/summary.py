@@ -59,7 +59,7 @@ def summary_table(runs: Sequence[RunLog]) -> str:
         values = "".join(f"<td>{escape(column[i])}</td>" for column in cells.values())
         rows.append(f"<tr><td>{run_name(i, run)}</td>{values}</tr>")
     heads = "".join(f"<th>{escape(name)}</th>" for name in ("run", *cells))
-    note = "Speed and MFU are medians of the steps, memory is the most of any step."
+    note = "Speed and MFU are medians over the steps, memory is the maximum."
     return (
         f"<div class='wide'><table><tr>{heads}</tr>{''.join(rows)}</table></div>"
         f"<p class='soft'>{escape(note)}</p>"

@@ -82,8 +82,8 @@ def paths(folder: Path) -> Iterator[Case]:
 def files(root: Path, random_: random.Random) -> Iterator[Case]:
     suffixes = {"image": "png", "audio": "wav", "video": "mp4"}
     unread = {
-        "image": "no picture",
-        "audio": "cannot be decoded as a sound",
+        "image": "not an image",
+        "audio": "cannot be decoded as audio",
         "video": "cannot be decoded as a video",
     }
     texts = {
@@ -217,7 +217,7 @@ def _bad_audio(root: Path) -> Iterator[Case]:
         "minus infinity": (_wav(8_000, 1, floats(0, -inf), 3, 32), "NaN or infinity"),
         "nan in one of two": (_wav(16_000, 2, floats(0, 0, 0, nan), 3, 32), "NaN or infinity"),
         "infinities that cancel": (_wav(16_000, 2, floats(inf, -inf), 3, 32), "NaN or infinity"),
-        "no samples": (_wav(16_000, 1, b""), "no samples|cannot be decoded"),
+        "no samples": (_wav(16_000, 1, b""), "no audio samples|cannot be decoded"),
         "rate 0": (_wav(0, 1, bytes(100)), "sampling rate|cannot be decoded"),
         "rate 1": (_wav(1, 1, bytes(100)), "sampling rate 1 Hz"),
         "rate 999": (_wav(999, 1, bytes(100)), "sampling rate 999 Hz"),
@@ -227,7 +227,7 @@ def _bad_audio(root: Path) -> Iterator[Case]:
         "500 channels": (_wav(16_000, 500, bytes(2000)), "channels"),
         "200 bits": (_wav(16_000, 1, bytes(100), 1, 200), "cannot be decoded"),
         "unknown coding": (_wav(16_000, 1, bytes(100), 0x7777), "cannot be decoded"),
-        "header only": (_wav(16_000, 1, b"")[:30], "cannot be decoded|no samples"),
+        "header only": (_wav(16_000, 1, b"")[:30], "cannot be decoded|no audio samples"),
     }
     for name, (data, expect) in cases.items():
         (root / f"{name}.wav").write_bytes(data)

@@ -44,7 +44,9 @@ def not_json(random_: random.Random) -> Iterator[Case]:
     for name, text in broken.items():
         yield Case(text, "not JSON", f"json {name}")
     for constant in ("NaN", "Infinity", "-Infinity"):
-        yield Case(good[:-1] + f', "weight": {constant}}}'.encode(), "is no JSON number", f"json {constant}")
+        yield Case(
+            good[:-1] + f', "weight": {constant}}}'.encode(), "is not a JSON number", f"json {constant}"
+        )
     encodings = {
         "0xff": good.replace(b"?", b"\xff"),
         "cut sequence": good.replace(b"?", b"\xc3("),
@@ -161,16 +163,16 @@ def wrong_turns() -> Iterator[Case]:
     system = {"role": "system", "content": "Be kind."}
     tool = {"role": "tool", "content": "5"}
     orders = {
-        "system last": ([QUESTION, ANSWER, system], "system speaks first"),
-        "system in the middle": ([QUESTION, system, ANSWER], "system speaks first"),
-        "two systems": ([system, system, QUESTION, ANSWER], "system speaks first"),
-        "tool first": ([tool, QUESTION, ANSWER], "tool's answer"),
-        "tool after user": ([QUESTION, tool, ANSWER], "tool's answer"),
-        "only a question": ([QUESTION], "nothing to learn"),
-        "only a system": ([system], "nothing to learn"),
-        "nothing learnt": ([QUESTION, {**ANSWER, "loss": False}], "nothing to learn"),
-        "nothing learnt, 0": ([QUESTION, {**ANSWER, "loss": 0}], "nothing to learn"),
-        "weight 0": ([QUESTION, {**ANSWER, "weight": 0}], "nothing to learn"),
+        "system last": ([QUESTION, ANSWER, system], "system message must come first"),
+        "system in the middle": ([QUESTION, system, ANSWER], "system message must come first"),
+        "two systems": ([system, system, QUESTION, ANSWER], "system message must come first"),
+        "tool first": ([tool, QUESTION, ANSWER], "tool result"),
+        "tool after user": ([QUESTION, tool, ANSWER], "tool result"),
+        "only a question": ([QUESTION], "nothing to train on"),
+        "only a system": ([system], "nothing to train on"),
+        "nothing learnt": ([QUESTION, {**ANSWER, "loss": False}], "nothing to train on"),
+        "nothing learnt, 0": ([QUESTION, {**ANSWER, "loss": 0}], "nothing to train on"),
+        "weight 0": ([QUESTION, {**ANSWER, "weight": 0}], "nothing to train on"),
         "user learnt": ([{**QUESTION, "loss": True}, ANSWER], "only assistant turns"),
         "system learnt": ([{**system, "loss": 1}, QUESTION, ANSWER], "only assistant turns"),
         "loss is a word": ([QUESTION, {**ANSWER, "loss": "no"}], "true or false"),
@@ -179,7 +181,7 @@ def wrong_turns() -> Iterator[Case]:
         "loss scale": ([QUESTION, {**ANSWER, "loss_scale": 0.5}], "loss_scale is not supported"),
         "user calls a tool": ([{**QUESTION, "tool_calls": [{}]}, ANSWER], "only the assistant calls"),
         "loss and train": ([QUESTION, {**ANSWER, "loss": 1, "train": True}], "both `loss` and `train`"),
-        "train false": ([QUESTION, {**ANSWER, "train": False}], "nothing to learn"),
+        "train false": ([QUESTION, {**ANSWER, "train": False}], "nothing to train on"),
         "turn's unknown key": ([QUESTION, {**ANSWER, "los": False}], "'los'.*did you mean 'loss'"),
         "turn is rejected": ([QUESTION, {**ANSWER, "rejected": True}], "unknown key 'rejected'"),
         "call without name": ([QUESTION, {**ANSWER, "tool_calls": [{"function": {}}]}], "tool_calls"),

@@ -164,7 +164,10 @@ def test_wishes_bound_frames_and_pixels() -> None:
     [
         (lambda r: r.changed({"video_start": 1}), "video_start"),
         (lambda r: r.changed({"fps": 1, "nframes": 2}), "both fps and nframes"),
-        (lambda r: r.changed({"min_pixels": 10**6, "max_pixels": 10}).grid(4, 9, 9), "no size fits both"),
+        (
+            lambda r: r.changed({"min_pixels": 10**6, "max_pixels": 10}).grid(4, 9, 9),
+            "must not exceed max_pixels",
+        ),
         (lambda r: r.indices(0, 1.0), "0 frames"),
         (lambda r: r.indices(5, 0.0), "0.0 frames a second"),
         (lambda r: r.patches(np.zeros((2, 8, 8))), "uint8"),

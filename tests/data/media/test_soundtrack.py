@@ -98,7 +98,7 @@ def test_nothing_is_decoded_where_the_header_knows(root: Path, monkeypatch: pyte
 
 
 def test_what_is_wrong_with_a_sound_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"audio 'silent.mp4' has no sound"):
+    with pytest.raises(ValueError, match=r"audio 'silent.mp4' has no audio stream"):
         MediaFiles(root).audio_info("silent.mp4")
     for name in ("aac.mp4", "flac.mkv"):
         with pytest.raises(ValueError, match=f"audio '{name}' lasts 1 s .* at most 0.5 s"):
@@ -139,5 +139,5 @@ def test_omni_hears_the_sound_of_a_video(root: Path) -> None:
     assert int(heard.sum()) == audio_tokens(int(wanted["attention_mask"].sum()), model.config) > 0
     pack([sample], model.config)
     question[0]["video"] = "silent.mp4"
-    with pytest.raises(ValueError, match="has no sound"):
+    with pytest.raises(ValueError, match="has no audio stream"):
         encoder.length(record)

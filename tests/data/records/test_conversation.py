@@ -168,7 +168,10 @@ def test_refusals_say_where_and_what_is_valid() -> None:
         ({"messages": [USER, ANSWER], "images": [{"bytes": b"\x89PNG", "path": "a"}]}, "inline"),
         ({"messages": [USER, ANSWER], "tools": [{"x": float("nan")}]}, "finite"),
         ({"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "surrogate"),
-        ({"messages": [USER, {"role": "assistant", "content": "x", "loss": {1, 2}}]}, "what JSON has"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "x", "loss": {1, 2}}]},
+            "values are strings, numbers",
+        ),
         ({"messages": [USER, {**ANSWER, 5: "x"}]}, "keys are strings"),
     ]
     for record, reason in cases:

@@ -128,7 +128,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     for name, reason in cases.items():
         with pytest.raises(ValueError, match=reason):
             open_source(str(tmp_path / name))
-    with pytest.raises(ValueError, match="no source is given"):
+    with pytest.raises(ValueError, match="no data source is given"):
         open_source([])
     with pytest.raises(ValueError, match="hf:owner/name"):
         open_source("hf:../../etc")

@@ -42,7 +42,7 @@ def test_a_sample_that_never_ends_is_named() -> None:
         next(mine)
     text = str(raised.value)
     assert "has been at toy.jsonl:8 for" in text and "timeouts.loader=1" in text
-    assert "chat template that does not end" in text
+    assert "chat template with an endless loop" in text
     mine.close()
     assert not data_workers()
 
