@@ -84,6 +84,10 @@ class BraidedModel(nn.Module):
         self.groups = {
             axis: Group.of(self.mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence", "loss")
         }
+        if self.mesh.ep > 1:
+            self.groups["ep"] = Group.of(self.mesh.process_group("ep"))
+        for experts in self._adapter.experts:
+            experts.group = self.groups.get("ep", experts.group)
 
     @property
     def device(self) -> torch.device:

@@ -10,6 +10,9 @@ gathered. What stays, and why:
   backward needs no weight. Neither does that of an embedding;
 - an audio tower while all clips of a rank are encoded. It is called once for each length of clips below a
   chunk, so ranks differ in how often, and blocks of its own would be gathered by some and not by others.
+
+Experts that lie over ranks are units of their own within their layer: a rank gathers its own experts alone,
+over the ranks that share them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class Unit:
     """Whether its backward needs its weights; where it does not, they are not gathered for it."""
     has_backward: bool = True
     """Whether a gradient passes through it."""
+    axes: str = "fsdp"
+    """The mesh over which it is sharded, in `Mesh.device_meshes`."""
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -50,9 +55,11 @@ class Units:
     """Gathered over the whole step."""
 
     @staticmethod
-    def of(parts: ModelParts) -> Units:
-        """Parameters that two units would share are left to what lies around both."""
-        units = tuple(_candidates(parts))
+    def of(parts: ModelParts, ep: int = 1) -> Units:
+        """Parameters that two units would share are left to what lies around both. Over how many ranks the
+        experts lie is `ep`.
+        """
+        units = tuple(_candidates(parts, ep))
         while shared := _sharing(parts.model, units):
             units = tuple(unit for unit in units if id(unit.module) not in shared)
         inside = {id(p) for unit in units for p in unit.parameters}
@@ -63,6 +70,17 @@ class Units:
         within = {id(m) for m in unit.module.modules() if m is not unit.module}
         inner = {id(p) for other in self.units if id(other.module) in within for p in other.parameters}
         return [p for p in unit.parameters if id(p) not in inner]
+
+    def forward_prefetch(self, model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
+        """What is gathered while a module computes: the next unit; of a layer whose experts are units, these
+        and the next layer, since experts are called again where their layer is computed again.
+        """
+        found: list[tuple[nn.Module, list[nn.Module]]] = [(model, [])]
+        for unit in self.units:
+            found[-1][1].append(unit.module)
+            if unit.axes == "fsdp":
+                found.append((unit.module, []))
+        return found[:-1] if not found[-1][1] else found
 
     @property
     def backward(self) -> list[Unit]:
@@ -77,7 +95,7 @@ class Units:
         return order
 
 
-def _candidates(parts: ModelParts) -> Iterator[Unit]:
+def _candidates(parts: ModelParts, ep: int) -> Iterator[Unit]:
     reached = _learns(parts.embedding)
     yield Unit("embedding", parts.embedding, backward_reads=False, has_backward=reached)
     for tower in parts.towers:
@@ -87,6 +105,14 @@ def _candidates(parts: ModelParts) -> Iterator[Unit]:
         reached = reached or _learns(layer.module)
         is_last = layer.index == len(parts.layers) - 1
         yield Unit(f"layer {layer.index}", layer.module, stays_for_backward=is_last, has_backward=reached)
+        for experts in layer.experts if ep > 1 else ():
+            yield Unit(
+                f"experts {layer.index}",
+                experts,
+                stays_for_backward=is_last,
+                has_backward=reached,
+                axes="efsdp",
+            )
     reached = reached or _learns(parts.head)
     yield Unit("head", parts.head, backward_reads=False, has_backward=reached)
 
