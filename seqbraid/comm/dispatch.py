@@ -120,8 +120,8 @@ class Dispatch:
 
     def _travel(self, x_PD: Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Tensor:
         width = x_PD.shape[1]
-        sizes = ([n * width for n in counts] for counts in (send, receive))
-        return all_to_all(x_PD.flatten(), *sizes, self.group, NAME).view(sum(receive), width)
+        sends, receives = ([n * width for n in counts] for counts in (send, receive))
+        return all_to_all(x_PD.flatten(), sends, receives, self.group, NAME).view(sum(receive), width)
 
 
 def _inverse(order: Tensor) -> Tensor:

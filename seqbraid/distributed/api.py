@@ -81,8 +81,8 @@ def check_model(model: Any, mesh: Mesh) -> None:
     for axis in ("pp", "tp"):
         if getattr(mesh, axis) > 1:
             raise ValueError(
-                f"{axis}={getattr(mesh, axis)} is not supported yet; use 1, and dp_shard, ring, ulysses or ep "
-                "instead"
+                f"{axis}={getattr(mesh, axis)} is not supported yet; use 1, and dp_shard, ring, ulysses or "
+                "ep instead"
             )
 
 

@@ -7,16 +7,11 @@ all ranks of its `ep` group, so that the sum over `efsdp` is the sum over all to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ..mesh import Mesh
 from ..models.parts import ModelParts
-from ..plan.units import Unit
 
 
 def place_experts(parts: ModelParts, mesh: Mesh) -> None:
@@ -36,18 +31,3 @@ def experts_shard(shards: int, parameter: Tensor) -> Shard:
     """
     own = parameter.to_local().shape if hasattr(parameter, "to_local") else parameter.shape
     return Shard(next((dim for dim in range(min(2, len(own))) if own[dim] % shards == 0), 0))
-
-
-def gather_once_per_backward(units: Iterable[Unit]) -> None:
-    """Keep experts gathered where a layer is computed again in the backward, which is the next to need them."""
-    for unit in units:
-        unit.module.register_forward_pre_hook(_Keep(unit.stays_for_backward))
-
-
-class _Keep:
-    def __init__(self, always: bool) -> None:
-        self.always = always
-
-    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
-        module.set_reshard_after_forward(not (self.always or in_backward))

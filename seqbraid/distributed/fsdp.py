@@ -21,7 +21,7 @@ from ..comm.consensus import agree
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..plan.units import Units
-from .experts import experts_shard, gather_once_per_backward, place_experts
+from .experts import experts_shard, place_experts
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 """What a step may be computed in. float16 would need its loss scaled."""
@@ -71,7 +71,6 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
         )
     fully_shard(model, mesh=meshes["fsdp"], mp_policy=policy)
     _prefetch(model, units)
-    gather_once_per_backward(unit for unit in units.units if unit.axes == "efsdp")
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -20,8 +20,8 @@ from ..sequence_parallel.ulysses import SoftmaxHeads
 from . import attention
 from .batch import PackedBatch
 from .dropout import active_dropout, braid_dropout
-from .experts import BraidedExperts, are_experts, braid_experts
 from .expert_check import check_experts
+from .experts import BraidedExperts, are_experts, braid_experts
 from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
 from .head import check_nothing_around, check_plain, refuse_adapter

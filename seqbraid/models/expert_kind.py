@@ -21,9 +21,9 @@ from ..ops.swiglu import SWIGLU, fused_swiglu
 from ..ops.triton_status import RowsNeed
 from . import recognise
 
-SIZES = ("num_experts", "num_local_experts", "n_routed_experts", "hidden_dim", "hidden_size") + (
-    "intermediate_dim",
-    "intermediate_size",
+SIZES = (
+    *("num_experts", "num_local_experts", "n_routed_experts"),
+    *("hidden_dim", "hidden_size", "intermediate_dim", "intermediate_size"),
 )
 """What the families call sizes that the forward of experts may ask for."""
 
@@ -72,7 +72,8 @@ def run_experts(module: Any, kind: ExpertKind, x_PD: Tensor, rows: ExpertRows, k
 
     up = projection(x_PD, 0)
     if kind.silu_gated and kernels.choose(SWIGLU, RowsNeed(up.device, up.dtype)) == "triton":
-        gated = fused_swiglu(*up.chunk(2, dim=-1), in_place=False)
+        gate, linear = up.chunk(2, dim=-1)
+        gated = fused_swiglu(gate, linear, in_place=False)
     else:
         gated = module._apply_gate(up) if kind.first == "gate_up_proj" else module.act_fn(up)
     return projection(gated, 1)

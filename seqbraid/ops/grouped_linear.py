@@ -99,9 +99,7 @@ def _rows(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
 def _unfit(need: GroupedNeed) -> str | None:
     step = 16 // need.dtype.itemsize
     if need.inputs % step or need.outputs % step:
-        return (
-            f"it needs rows of a multiple of 16 bytes, not {need.inputs} and {need.outputs} × {need.dtype}"
-        )
+        return f"it needs rows of a multiple of 16 bytes, not {need.inputs} and {need.outputs} × {need.dtype}"
     if need.device.type == "cuda":
         if need.dtype != torch.bfloat16:
             return f"on a GPU it takes bfloat16, not {need.dtype}"

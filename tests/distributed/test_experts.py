@@ -150,9 +150,7 @@ def in_wide(family: str, axes: dict[str, int]) -> float:
         expected = stock_step(model, samples, rows=rows_of(len(samples), mesh.data_world_size))
         own = [samples[i] for i in range(mesh.data_rank, len(samples), mesh.data_world_size)]
         found = packed_step(copy.deepcopy(model), own, mesh)
-    errors = [
-        float((found.gradients[name] - g).norm() / g.norm()) for name, g in expected.gradients.items()
-    ]
+    errors = [float((found.gradients[name] - g).norm() / g.norm()) for name, g in expected.gradients.items()]
     assert len(errors) > 10
     return max(errors)
 
