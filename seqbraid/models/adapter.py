@@ -21,7 +21,7 @@ from . import attention
 from .batch import PackedBatch
 from .dropout import active_dropout, braid_dropout
 from .expert_check import check_experts
-from .experts import BraidedExperts, are_experts, braid_experts
+from .experts import BraidedExperts, are_experts, braid_experts, count_of_all
 from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
 from .head import check_nothing_around, check_plain, refuse_adapter
@@ -54,6 +54,8 @@ class DecoderOutput:
     """After the final norm."""
     router_logits: tuple[Tensor, ...] | None = None
     """`[T, E]` per layer with experts; None where they were not asked for."""
+    expert_counts: Tensor | None = None
+    """Where this rank's tokens went (`experts.count_of_all`)."""
 
 
 class Adapter:
@@ -216,12 +218,13 @@ class Adapter:
                 f"layers {sorted(missing)} of {self.name} did not mix their tokens through the attention "
                 "interface or a known gated-delta module, so packed samples may have seen each other there"
             )
+        counts = count_of_all(self.experts, context)
         if not with_router:
-            return DecoderOutput(outputs.last_hidden_state.squeeze(0))
+            return DecoderOutput(outputs.last_hidden_state.squeeze(0), expert_counts=counts)
         router = getattr(outputs, "router_logits", None)
         if not router:
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
-        return DecoderOutput(outputs.last_hidden_state.squeeze(0), tuple(router))
+        return DecoderOutput(outputs.last_hidden_state.squeeze(0), tuple(router), counts)
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""

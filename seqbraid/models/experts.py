@@ -5,9 +5,10 @@ Letters: T slots of this rank, R of them with a token, K experts of a token, E e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..comm.dispatch import Dispatch
@@ -89,6 +90,24 @@ class BraidedExperts:
         x_PD = dispatch.to_experts(hidden_RD)
         y_PD = run_experts(self.module, self.kind, x_PD, dispatch.rows, kernels)
         return weighted_sum(dispatch.from_experts(y_PD), weights_RK, hidden_RD.dtype)
+
+
+def count_of_all(experts: Sequence[BraidedExperts], step: StepContext) -> Tensor | None:
+    """How often this rank's tokens went to each expert of each layer, and, behind that, to another rank's:
+    `[N, E + 1]` in float64; None where no layer says so.
+    """
+    counted = [(x, step.expert_counts[x.number]) for x in experts if x.number in step.expert_counts]
+    if not counted:
+        return None
+    found = counted[0][1].new_zeros(
+        len(counted), 1 + max(len(counts) for _, counts in counted), dtype=torch.float64
+    )
+    for row, (of_layer, counts_E) in zip(found, counted, strict=True):
+        own = of_layer.num_experts // of_layer.group.size
+        first = own * of_layer.group.rank
+        row[: len(counts_E)] = counts_E
+        row[-1] = counts_E.sum() - counts_E[first : first + own].sum()
+    return found
 
 
 def _stock_rows(

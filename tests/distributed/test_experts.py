@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from seqbraid import Mesh, pack, parallelize
+from seqbraid.models.output import ExpertLoad
+from seqbraid.models.step import forward_backward
 from seqbraid.models.tiny.decoders import FAMILIES, tiny_model
 from seqbraid.models.tiny.media import mixed_samples, tiny_media_model
 from seqbraid.models.tiny.samples import random_samples
@@ -205,3 +207,31 @@ def test_micro_batches_and_checkpoints(family: str) -> None:
             for name, gradient in expected.items():
                 error = float((found[name] - gradient).norm() / gradient.norm())
                 assert error < 2e-5, (name, error, memory)
+
+
+def loads(axes: dict[str, int]) -> Any:
+    mesh = Mesh(**axes)
+    model = parallelize(tiny_model("qwen3_moe"), mesh, memory=MemoryOptions(checkpointing="full"))
+    samples = random_samples(LENGTHS, 97)[mesh.data_rank :: mesh.data_world_size]
+    rows = (samples[:2], samples[2:])
+    batches = [pack(row, model.model.config, mesh, multiple_of=16) for row in rows]
+    out = forward_backward(model, batches)
+    assert out.expert_load is not None
+    return out.expert_load.picks_NE, out.expert_load.left_N, out.expert_load.summary()
+
+
+def test_the_load_of_experts_is_that_of_all_ranks() -> None:
+    """Two micro-batches; padding is no load, and computing again counts nothing twice."""
+    expected, none, summary = loads({})
+    assert expected.sum(1).tolist() == [2 * sum(LENGTHS)] * 2 and none.tolist() == [0, 0]
+    assert summary["expert_tokens_sent"] == 0 and 1 < summary["expert_load_max"] <= 2
+    for found, left, of_ranks in ranks.run(loads, 4, {"dp_shard": 2, "ring": 2, "ep": 2}):
+        assert torch.equal(found, expected)
+        assert (left > 0.2 * found.sum(1)).all() and (left < 0.8 * found.sum(1)).all()
+        assert of_ranks["expert_load_max"] == summary["expert_load_max"]
+        assert of_ranks["expert_tokens_sent"] == pytest.approx(float(left.sum() / found.sum()))
+
+
+def test_a_router_that_collapses_is_seen() -> None:
+    found = ExpertLoad(torch.tensor([[4.0, 4, 4, 4], [16, 0, 0, 0]]), torch.tensor([8.0, 0])).summary()
+    assert found == {"expert_load_max": 4, "experts_unused": 3 / 8, "expert_tokens_sent": 0.25}
