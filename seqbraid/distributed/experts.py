@@ -8,10 +8,11 @@ all ranks of its `ep` group, so that the sum over `efsdp` is the sum over all to
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ..mesh import Mesh
 from ..models.parts import ModelParts
+from ..plan.units import expert_cut
 
 
 def place_experts(parts: ModelParts, mesh: Mesh) -> None:
@@ -26,8 +27,6 @@ def place_experts(parts: ModelParts, mesh: Mesh) -> None:
 
 
 def experts_shard(shards: int, parameter: Tensor) -> Shard:
-    """The axis along which FSDP2 cuts a rank's experts: the experts where they divide; else, as there may be
-    fewer than ranks, the channels where these divide.
-    """
-    own = parameter.to_local().shape if hasattr(parameter, "to_local") else parameter.shape
-    return Shard(next((dim for dim in range(min(2, len(own))) if own[dim] % shards == 0), 0))
+    """Where FSDP2 cuts a parameter of a rank's experts."""
+    assert isinstance(parameter, DTensor)
+    return Shard(expert_cut(parameter.to_local().shape, shards))

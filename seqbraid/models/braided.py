@@ -171,6 +171,8 @@ class BraidedModel(nn.Module):
         expert_counts: Tensor | None = None,
     ) -> StepOutput:
         """What a step gives: the sums of its micro-batches on this rank, added over all ranks."""
+        if expert_counts is not None and "tp" in self.groups:  # whose ranks route tokens of their own
+            expert_counts = self.groups["tp"].all_reduce(expert_counts)
         counted = [] if expert_counts is None else [expert_counts.flatten()]
         sums = self.groups["loss"].all_reduce(torch.cat([sums_N3.flatten(), *counted]))
         losses_N, correct_N, aux_N = sums[: sums_N3.numel()].view_as(sums_N3).unbind(1)

@@ -39,6 +39,8 @@ class Unit:
     """Whether a gradient passes through it."""
     axes: str = "fsdp"
     """The mesh over which it is sharded, in `Mesh.device_meshes`."""
+    in_layer: bool = False
+    """Part of a layer, and so called again where its layer is computed again."""
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -72,15 +74,15 @@ class Units:
         return [p for p in unit.parameters if id(p) not in inner]
 
     def forward_prefetch(self, model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
-        """What is gathered while a module computes: the next unit; of a layer whose experts are units, these
-        and the next layer, since experts are called again where their layer is computed again.
+        """What is gathered while a module computes: the next unit; and beside a layer its own units and the
+        next layer, as units in a layer are called again in the backward, where nothing ahead is gathered.
         """
         found: list[tuple[nn.Module, list[nn.Module]]] = [(model, [])]
         for unit in self.units:
             found[-1][1].append(unit.module)
-            if unit.axes == "fsdp":
+            if not unit.in_layer:
                 found.append((unit.module, []))
-        return found[:-1] if not found[-1][1] else found
+        return [(module, following) for module, following in found if following]
 
     @property
     def backward(self) -> list[Unit]:
@@ -93,6 +95,13 @@ class Units:
             order.remove(unit)
             order.insert(min(i for i, other in enumerate(order) if _is_within(other, unit)), unit)
         return order
+
+
+def expert_cut(own: Sequence[int], shards: int) -> int:
+    """The axis along which FSDP2 cuts a rank's experts: that of the experts where they divide; else, as there
+    may be fewer than ranks, that of the channels behind it where these divide.
+    """
+    return next((dim for dim in range(min(2, len(own))) if own[dim] % shards == 0), 0)
 
 
 def _candidates(parts: ModelParts, ep: int) -> Iterator[Unit]:
@@ -112,6 +121,7 @@ def _candidates(parts: ModelParts, ep: int) -> Iterator[Unit]:
                 stays_for_backward=is_last,
                 has_backward=reached,
                 axes="efsdp",
+                in_layer=True,
             )
     reached = reached or _learns(parts.head)
     yield Unit("head", parts.head, backward_reads=False, has_backward=reached)
