@@ -21,6 +21,7 @@ from seqbraid.models.tiny.decoders import FAMILIES, tiny_model
 from seqbraid.models.tiny.media import mixed_samples, tiny_media_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.memory import MemoryOptions
+from seqbraid.verify.mutants import padding_routed_to_experts
 from seqbraid.verify.parity import check_parity, packed_step, rows_of, stock_references
 from seqbraid.verify.reference import stock_step
 from seqbraid.verify.wide import float32_is_float64, in_float64
@@ -230,6 +231,17 @@ def test_the_load_of_experts_is_that_of_all_ranks() -> None:
         assert (left > 0.2 * found.sum(1)).all() and (left < 0.8 * found.sum(1)).all()
         assert of_ranks["expert_load_max"] == summary["expert_load_max"]
         assert of_ranks["expert_tokens_sent"] == pytest.approx(float(left.sum() / found.sum()))
+
+
+def routed_padding(axes: dict[str, int]) -> Any:
+    with padding_routed_to_experts():
+        return loads(axes)
+
+
+def test_padding_that_is_routed_is_seen_in_the_load() -> None:
+    wanted = [2 * sum(LENGTHS)] * 2
+    for picks, *_ in ranks.run(routed_padding, 2, {"ring": 2, "ep": 2}):
+        assert picks.sum(1).tolist() > wanted
 
 
 def test_a_router_that_collapses_is_seen() -> None:

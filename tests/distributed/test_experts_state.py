@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from seqbraid import Mesh, pack, parallelize
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.estimate import memory_estimate
 from seqbraid.plan.units import Units
 from seqbraid.train.checkpoint.checkpoints import Checkpoints
 from seqbraid.train.config import StepConfig
@@ -90,6 +91,19 @@ def test_a_rank_holds_its_share_of_its_experts() -> None:
     for layer, experts in ranks.run(shards, 4):
         assert layer[0] == "fsdp" and experts[0] == "efsdp"
         assert [4 * n for n in experts[1]] == experts[2]
+
+
+def estimated(experts: int, axes: dict[str, int]) -> tuple[int, int]:
+    mesh, model = Mesh(**axes), tiny_model("qwen3_moe", num_experts=experts)
+    ours = memory_estimate(model, mesh, None, "float32", "adamw", 64)
+    braided = parallelize(model, mesh)
+    return ours["parameters"], sum(p.to_local().nbytes for p in braided.parameters())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("experts", [2, 4, 6])  # one of a rank over two, two, and three
+def test_the_estimate_is_what_the_fullest_rank_holds(experts: int) -> None:
+    found = ranks.run(estimated, 4, experts, {"ring": 4, "ep": 2})
+    assert {estimate for estimate, _ in found} == {max(held for _, held in found)}
 
 
 def loaded(folder: str, axes: dict[str, int]) -> dict[str, Any]:
