@@ -117,6 +117,9 @@ def _add_verify(commands: Commands) -> None:
         flag = "--" + axis.replace("_", "-")
         parser.add_argument(flag, type=int, default=1, help=f"ranks on the {axis} axis, under torchrun")
     parser.add_argument(
+        "--ep", type=int, default=1, help="ranks that share the experts, among those of all axes"
+    )
+    parser.add_argument(
         "--gated-delta", default="auto", help="what gated-delta layers exchange: auto, states or heads"
     )
     parser.add_argument("--seed", type=int, default=0)
@@ -137,7 +140,7 @@ def _verify(args: argparse.Namespace) -> int:
     from .verify.report import print_mutants, print_parity
     from .verify.run import load_model, verify_model, verify_mutants
 
-    mesh = Mesh(ring=args.ring, ulysses=args.ulysses, dp_shard=args.dp_shard)
+    mesh = Mesh(ring=args.ring, ulysses=args.ulysses, dp_shard=args.dp_shard, ep=args.ep)
     model = load_model(args.model, args.seed)
     if mesh.world_size > 1:
         join_on_cpu("verify")

@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import shutil
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
@@ -19,6 +20,7 @@ from rich.table import Table
 from .ops.conv import ConvNeed
 from .ops.flash_impl import Kind
 from .ops.gated_delta import RuleNeed
+from .ops.grouped_linear import GroupedNeed
 from .ops.table import TABLE
 from .ops.triton_status import RowsNeed
 
@@ -165,11 +167,12 @@ def _devices() -> list[tuple[torch.device, torch.dtype]]:
 
 def _kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
     rows = RowsNeed(device, dtype)
-    needs = {
+    needs: dict[str, Hashable] = {
         "attention": Kind(device, dtype, 4, 128, False),
         "gated_delta": RuleNeed(device, dtype, 128, 128),
         "convolution": ConvNeed(device, dtype, 4),
     } | dict.fromkeys(("merge", "loss", "norm", "rotary", "swiglu"), rows)
+    needs["experts"] = GroupedNeed(device, dtype, 2048, 768)
     found = []
     for op in TABLE:
         is_chosen = False

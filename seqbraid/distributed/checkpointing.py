@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..sequence_parallel.context import StepContext
 from .offload import HostMemory, LayerMemory
@@ -40,12 +42,20 @@ class CheckpointedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.stock(*args, **kwargs)
-        if self.host is None:
-            return checkpoint(self._run(LayerMemory()), *args, use_reentrant=False, **kwargs)
-        memory = self.host.open(self.index, self.layer)
-        # The checkpoint's own hooks lie inside of these: what is left for them is the layer's input.
-        with saved_tensors_hooks(memory.pack, memory.unpack):
-            return checkpoint(self._run(memory), *args, use_reentrant=False, **kwargs)
+        with set_checkpoint_early_stop(not self.has_units):
+            if self.host is None:
+                return checkpoint(self._run(LayerMemory()), *args, use_reentrant=False, **kwargs)
+            memory = self.host.open(self.index, self.layer)
+            # The checkpoint's own hooks lie inside of these: what is left for them is the layer's input.
+            with saved_tensors_hooks(memory.pack, memory.unpack):
+                return checkpoint(self._run(memory), *args, use_reentrant=False, **kwargs)
+
+    @cached_property
+    def has_units(self) -> bool:
+        """Whether something in the layer is gathered by itself, as experts over ranks are: FSDP2 would lose
+        track of the step where the layer is computed again and left in the middle of such a unit.
+        """
+        return any(isinstance(part, FSDPModule) for part in self.layer.modules() if part is not self.layer)
 
     def _run(self, memory: LayerMemory) -> Callable[..., Any]:
         return _MixersKept(self.stock, memory).run if self.keep_mixers else self.stock

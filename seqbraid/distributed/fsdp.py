@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..comm.consensus import agree
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..plan.units import Units
+from .experts import experts_shard, place_experts
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 """What a step may be computed in. float16 would need its loss scaled."""
@@ -50,18 +51,25 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
     process takes the same way, as a group of one, so that `compute_dtype` means the same on any mesh.
     """
     _check_same_weights(model, mesh)
-    axes = mesh.device_meshes["fsdp"] if mesh.world_size > 1 else _mesh_of_one()
+    if mesh.ep > 1:
+        place_experts(model.parts, mesh)
+    meshes = mesh.device_meshes if mesh.world_size > 1 else {"fsdp": _mesh_of_one()}
     # Gradients of narrower parameters are summed in float32 as well.
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model))
     if compute_dtype is not None:
         # Inputs are not cast: the embeddings start in the right type, as in a stock model of that type, and
         # the casting would rebuild every dataclass among a layer's arguments, the step's context included.
         policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    units = Units.of(model.parts)
+    units = Units.of(model.parts, mesh.ep)
     for unit in reversed(units.units):  # those within others first
-        stays = unit.stays_for_backward
-        fully_shard(unit.module, mesh=axes, mp_policy=policy, reshard_after_forward=not stays)
-    fully_shard(model, mesh=axes, mp_policy=policy)
+        fully_shard(
+            unit.module,
+            mesh=meshes[unit.axes],
+            mp_policy=policy,
+            reshard_after_forward=not unit.stays_for_backward,
+            shard_placement_fn=partial(experts_shard, mesh.expert_shards) if unit.axes == "efsdp" else None,
+        )
+    fully_shard(model, mesh=meshes["fsdp"], mp_policy=policy)
     _prefetch(model, units)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -74,10 +82,9 @@ def _prefetch(model: nn.Module, units: Units) -> None:
     """While a unit computes, the next is gathered: said here, since the host may wait for the device within a
     layer (experts, chains of states), and would gather the next one too late.
     """
-    whole: list[Any] = [model, *(unit.module for unit in units.units)]
     module: Any
-    for module, following in pairwise(whole):
-        module.set_modules_to_forward_prefetch([following])
+    for module, following in units.forward_prefetch(model):
+        module.set_modules_to_forward_prefetch(following)
     order = units.backward
     wanted = {
         id(unit.module): next((u.module for u in order[i + 1 :][:1] if u.backward_reads), unit.module)

@@ -20,7 +20,8 @@ from ..sequence_parallel.ulysses import SoftmaxHeads
 from . import attention
 from .batch import PackedBatch
 from .dropout import active_dropout, braid_dropout
-from .experts import are_experts, braid_experts
+from .expert_check import check_experts
+from .experts import BraidedExperts, are_experts, braid_experts, count_of_all
 from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
 from .head import check_nothing_around, check_plain, refuse_adapter
@@ -53,6 +54,8 @@ class DecoderOutput:
     """After the final norm."""
     router_logits: tuple[Tensor, ...] | None = None
     """`[T, E]` per layer with experts; None where they were not asked for."""
+    expert_counts: Tensor | None = None
+    """Where this rank's tokens went (`experts.count_of_all`)."""
 
 
 class Adapter:
@@ -75,6 +78,8 @@ class Adapter:
         self.gated_delta: list[Any] = [x.mixer for x in self.parts.layers if x.kind == "gated_delta"]
         self._router_is_known = False
         self._bound: list[nn.Module] = []
+        self.experts: list[BraidedExperts] = []
+        """One for each layer that has some, in their order, from `braid` on."""
         self._check_mixers()
         self._embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
         _check_embeddings(self._embeddings, self.name)
@@ -82,6 +87,8 @@ class Adapter:
 
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
         """What the mesh asks of the model, said before any rank talks to another."""
+        if mesh.ep > 1:
+            check_experts(self.parts, mesh.ep)
         for layer in self.parts.layers:
             if layer.mixer is not None and layer.kind != "gated_delta":
                 heads = self.parts.heads(layer)
@@ -112,8 +119,8 @@ class Adapter:
         step they run for.
         """
         for module in (part for layer in self.parts.layers for part in layer.experts):
-            if are_experts(module):
-                braid_experts(module)
+            if are_experts(module) and "forward" not in vars(module):  # layers may share one
+                self.experts.append(braid_experts(module, len(self.experts)))
                 self._bound.append(module)
         for name, module in self.decoder.named_modules():
             if isinstance(module, nn.Dropout):
@@ -133,7 +140,7 @@ class Adapter:
             unbraid_gated_delta(module)
         for module in self._bound:
             unbind(module)
-        self._bound = []
+        self._bound, self.experts = [], []
         del vars(self.model)[MARK]
 
     def _set_attention(self, name: str) -> None:
@@ -212,12 +219,13 @@ class Adapter:
                 "interface nor through a known gated-delta module, so packed samples may have leaked "
                 "into each other there"
             )
+        counts = count_of_all(self.experts, context)
         if not with_router:
-            return DecoderOutput(outputs.last_hidden_state.squeeze(0))
+            return DecoderOutput(outputs.last_hidden_state.squeeze(0), expert_counts=counts)
         router = getattr(outputs, "router_logits", None)
         if not router:
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
-        return DecoderOutput(outputs.last_hidden_state.squeeze(0), tuple(router))
+        return DecoderOutput(outputs.last_hidden_state.squeeze(0), tuple(router), counts)
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""

@@ -36,7 +36,7 @@ from .backward_once import backward_once
 from .batch import PackedBatch
 from .head import call_with_head
 from .media_adapter import make_adapter
-from .output import LocalLoss, StepOutput
+from .output import ExpertLoad, LocalLoss, StepOutput
 from .parts import ModelParts
 from .router import load_balancing_loss
 from .unchanged import Unchanged
@@ -84,6 +84,10 @@ class BraidedModel(nn.Module):
         self.groups = {
             axis: Group.of(self.mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence", "loss")
         }
+        if self.mesh.ep > 1:
+            self.groups["ep"] = Group.of(self.mesh.process_group("ep"))
+        for experts in self._adapter.experts:
+            experts.group = self.groups.get("ep", experts.group)
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +118,7 @@ class BraidedModel(nn.Module):
                 "pass the number of the whole optimizer step, over all data ranks"
             )
         local = self.local_loss(batch, label_tokens, label_tokens, seed)
-        output = self.output(local.loss, local.sums[None], label_tokens, label_tokens)
+        output = self.output(local.loss, local.sums[None], label_tokens, label_tokens, local.expert_counts)
         # Around what a sharded model gathers before its backward.
         return replace(output, loss=backward_once(output.loss, self.mesh.cpu_group))
 
@@ -155,11 +159,27 @@ class BraidedModel(nn.Module):
             )
             share = share + self._adapter.config.router_aux_loss_coef * aux
         # In float64, where the count of correct tokens is exact.
-        return LocalLoss(share, torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)]))
+        found = torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)])
+        return LocalLoss(share, found, decoded.expert_counts)
 
-    def output(self, loss: Tensor, sums_N3: Tensor, label_tokens: int, divisor: int) -> StepOutput:
+    def output(
+        self,
+        loss: Tensor,
+        sums_N3: Tensor,
+        label_tokens: int,
+        divisor: int,
+        expert_counts: Tensor | None = None,
+    ) -> StepOutput:
         """What a step gives: the sums of its micro-batches on this rank, added over all ranks."""
-        losses_N, correct_N, aux_N = self.groups["loss"].all_reduce(sums_N3).unbind(1)
+        if expert_counts is not None and "tp" in self.groups:  # whose ranks route tokens of their own
+            expert_counts = self.groups["tp"].all_reduce(expert_counts)
+        counted = [] if expert_counts is None else [expert_counts.flatten()]
+        sums = self.groups["loss"].all_reduce(torch.cat([sums_N3.flatten(), *counted]))
+        losses_N, correct_N, aux_N = sums[: sums_N3.numel()].view_as(sums_N3).unbind(1)
+        load = None
+        if expert_counts is not None:
+            counts = sums[sums_N3.numel() :].view_as(expert_counts)
+            load = ExpertLoad(counts[:, :-1], counts[:, -1])
         loss_sum = losses_N.sum()
         return StepOutput(
             loss=loss,
@@ -168,6 +188,7 @@ class BraidedModel(nn.Module):
             label_tokens=label_tokens,
             correct_tokens=correct_N.sum().long(),
             aux_loss=aux_N.sum().to(loss.dtype) if self._adapter.uses_router_loss else None,
+            expert_load=load,
             batch_losses=losses_N / max(1, divisor),
         )
 

@@ -1,16 +1,21 @@
-"""Padding is routed to no expert: a layer's experts see the slots that hold a token, and no others.
+"""Experts of a layer: each token to its experts, wherever these are; padding to none.
 
-Letters: T slots of this rank, R of them with a token, D hidden size.
+Letters: T slots of this rank, R of them with a token, K experts of a token, E experts, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..comm.dispatch import Dispatch
+from ..comm.group import Group
+from ..ops.kernels import DEFAULT
+from ..sequence_parallel.context import StepContext
+from .expert_kind import ExpertKind, expert_kind, run_experts, weighted_sum
 from .running import running_step
 
 
@@ -21,19 +26,99 @@ def are_experts(module: nn.Module) -> bool:
     )
 
 
-def braid_experts(module: nn.Module) -> None:
-    """Let calls within a braided step leave padding out; others go to the stock forward."""
-    module.forward = partial(_forward, module.forward)
+def braid_experts(module: nn.Module, number: int) -> BraidedExperts:
+    """Take over a layer's experts; `unbind` undoes it."""
+    braided = BraidedExperts(module, number, expert_kind(module))
+    module.forward = braided
+    return braided
 
 
-def _forward(
-    stock: Callable[..., Tensor], hidden_TD: Tensor, *routing: Any, **routing_by_name: Any
+class BraidedExperts:
+    """Stands in for the forward of a layer's experts.
+
+    Those that we understand are run by us, on a group of ranks that may be this one alone; others the stock
+    way, without the padding. Calls outside of a step go to the stock forward while one rank has all experts.
+    """
+
+    def __init__(self, module: nn.Module, number: int, kind: ExpertKind | None) -> None:
+        self.module = module
+        self.number = number
+        """Which of the model's modules of experts this is."""
+        self.kind = kind
+        self.stock: Callable[..., Tensor] = module.forward
+        self.num_experts = next(len(p) for p in module.parameters(recurse=False) if p.ndim == 3)
+        """On all ranks together."""
+        self.group = Group()
+        """The ranks over which the experts lie; `BraidedModel.join_groups` says so."""
+
+    def __call__(self, hidden_TD: Tensor, *routing: Any, **routing_by_name: Any) -> Tensor:
+        step, alone = running_step(), self.group.size == 1
+        given = (*routing, *routing_by_name.values())
+        # Experts that get tokens sorted by expert are called the stock way: there a slot is not a token.
+        plain = all(_is_per_token(x, len(hidden_TD)) for x in (hidden_TD, *given))
+        if alone and (step is None or not plain):
+            return self.stock(hidden_TD, *routing, **routing_by_name)
+        indices = [x for x in given if isinstance(x, Tensor) and not x.is_floating_point()]
+        if self.kind is None or not plain or len(given) != 2 or len(indices) != 1:
+            if not alone:
+                raise ValueError(
+                    f"{type(self.module).__name__} was not called with hidden states, the experts of each "
+                    f"token and their weights, so they cannot lie over ep={self.group.size} ranks; use ep=1"
+                )
+            assert step is not None
+            return _stock_rows(self.stock, step, hidden_TD, routing, routing_by_name)
+        weights_TK = next(x for x in given if x is not indices[0])
+        return self._of_slots(step, hidden_TD, indices[0], weights_TK)
+
+    def _of_slots(
+        self, step: StepContext | None, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor
+    ) -> Tensor:
+        rows_R = None if step is None else step.real_rows(hidden_TD.device)
+        if rows_R is None:
+            return self._of_tokens(step, hidden_TD, index_TK, weights_TK)
+        out_RD = self._of_tokens(step, hidden_TD[rows_R], index_TK[rows_R], weights_TK[rows_R])
+        return _to_slots(out_RD, rows_R, len(hidden_TD))
+
+    def _of_tokens(
+        self, step: StepContext | None, hidden_RD: Tensor, index_RK: Tensor, weights_RK: Tensor
+    ) -> Tensor:
+        assert self.kind is not None
+        dispatch = Dispatch.of(index_RK, self.num_experts, self.group)
+        if step is not None:
+            step.expert_counts[self.number] = dispatch.counts_E
+        kernels = DEFAULT if step is None else step.kernels
+        x_PD = dispatch.to_experts(hidden_RD)
+        y_PD = run_experts(self.module, self.kind, x_PD, dispatch.rows, kernels)
+        return weighted_sum(dispatch.from_experts(y_PD), weights_RK, hidden_RD.dtype)
+
+
+def count_of_all(experts: Sequence[BraidedExperts], step: StepContext) -> Tensor | None:
+    """How often this rank's tokens went to each expert of each layer, and, behind that, to another rank's:
+    `[N, E + 1]` in float64; None where no layer says so.
+    """
+    counted = [(x, step.expert_counts[x.number]) for x in experts if x.number in step.expert_counts]
+    if not counted:
+        return None
+    found = counted[0][1].new_zeros(
+        len(counted), 1 + max(len(counts) for _, counts in counted), dtype=torch.float64
+    )
+    for row, (of_layer, counts_E) in zip(found, counted, strict=True):
+        own = of_layer.num_experts // of_layer.group.size
+        first = own * of_layer.group.rank
+        row[: len(counts_E)] = counts_E
+        row[-1] = counts_E.sum() - counts_E[first : first + own].sum()
+    return found
+
+
+def _stock_rows(
+    stock: Callable[..., Tensor],
+    step: StepContext,
+    hidden_TD: Tensor,
+    routing: tuple[Tensor, ...],
+    routing_by_name: dict[str, Tensor],
 ) -> Tensor:
-    step = running_step()
-    rows_R = None if step is None else step.real_rows(hidden_TD.device)
-    per_token = (hidden_TD, *routing, *routing_by_name.values())
-    # Experts that get tokens sorted by expert are called the stock way: there a slot is not a token.
-    if rows_R is None or any(not _per_token(x, len(hidden_TD)) for x in per_token):
+    rows_R = step.real_rows(hidden_TD.device)
+    if rows_R is None:
         return stock(hidden_TD, *routing, **routing_by_name)
     if not len(rows_R):  # a rank of padding alone: one slot, so that every parameter takes part
         rows_R = rows_R.new_zeros(1)
@@ -42,8 +127,12 @@ def _forward(
         *(x[rows_R] for x in routing),
         **{name: x[rows_R] for name, x in routing_by_name.items()},
     )
-    return out_RD.new_zeros(len(hidden_TD), out_RD.shape[1]).index_copy(0, rows_R, out_RD)
+    return _to_slots(out_RD, rows_R, len(hidden_TD))
 
 
-def _per_token(x: Any, num_tokens: int) -> bool:
+def _to_slots(out_RD: Tensor, rows_R: Tensor, num_slots: int) -> Tensor:
+    return out_RD.new_zeros(num_slots, out_RD.shape[1]).index_copy(0, rows_R, out_RD)
+
+
+def _is_per_token(x: Any, num_tokens: int) -> bool:
     return isinstance(x, Tensor) and x.ndim == 2 and len(x) == num_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,33 @@ class LocalLoss(NamedTuple):
     """This rank's share of the step's loss."""
     sums: Tensor
     """`[3]` in float64, of this rank: the sum of the losses, correct tokens, the routers' loss."""
+    expert_counts: Tensor | None = None
+    """What `ExpertLoad` has, of this rank: `[N, E + 1]`, what left the rank in the last column."""
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Where the tokens of a step went, in each of N layers with experts: on all ranks, and the same on each.
+
+    A token counts as often as it has experts.
+    """
+
+    picks_NE: Tensor
+    """How often tokens went to each expert."""
+    left_N: Tensor
+    """How often to another rank's."""
+
+    def summary(self) -> dict[str, float]:
+        """What to log: how many times its fair share the busiest expert of any layer got, the share of
+        experts that got nothing, and the share of picks that went to another rank. A router that collapses
+        is seen in the first two.
+        """
+        total_N = self.picks_NE.sum(1).clamp(min=1)
+        most = (self.picks_NE.amax(1) / total_N).max() * self.picks_NE.shape[1]
+        unused = (self.picks_NE == 0).double().mean()
+        left = self.left_N.sum() / total_N.sum()
+        names = ("expert_load_max", "experts_unused", "expert_tokens_sent")
+        return dict(zip(names, torch.stack([most, unused, left]).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -41,5 +69,7 @@ class StepOutput:
     """
     mtp_loss: Tensor | None = None
     """The loss of multi-token prediction; None where there is none."""
+    expert_load: ExpertLoad | None = field(default=None, repr=False)
+    """Where tokens went; None where the model has no experts that we know."""
     batch_losses: Tensor | None = field(default=None, repr=False)
     """`[n]`, what each micro-batch adds to `mean_loss`."""

@@ -83,6 +83,7 @@ def forward_backward(
     divisor = agreed.label_tokens if divisor is None else operator.index(divisor)
     total: Tensor | None = None
     sums: list[Tensor] = []
+    counts: Tensor | None = None
     for number, batch in enumerate(step.batches, start=1):
         with model.accumulating(last=number == len(step.batches)):
             local = model.local_loss(batch.to(model.device), agreed.label_tokens, divisor, seed, loss)
@@ -90,11 +91,13 @@ def forward_backward(
                 local.loss.backward()
         total = local.loss.detach() if total is None else total + local.loss.detach()
         sums.append(local.sums)
+        if local.expert_counts is not None:
+            counts = local.expert_counts if counts is None else counts + local.expert_counts
         del local
         if after is not None:
             after(number)
     assert total is not None
-    return model.output(total, torch.stack(sums), agreed.label_tokens, divisor)
+    return model.output(total, torch.stack(sums), agreed.label_tokens, divisor, counts)
 
 
 def _step(step: Step | Sequence[PackedBatch]) -> Step:

@@ -44,6 +44,8 @@ class KernelOptions:
     """The rotation of queries and keys: `triton` or `torch` (the stock function)."""
     swiglu: str = AUTO
     """silu(gate) · up of MLPs: `triton` or `torch` (the stock modules)."""
+    experts: str = AUTO
+    """Matrix products of experts: `grouped_mm` (torch's, all experts in one call) or `torch` (a loop)."""
 
 
 def needs_16_bits_on_a_gpu(need: Any) -> str | None:

@@ -8,12 +8,13 @@ from .conv import CONVOLUTION
 from .cross_entropy import LOSS
 from .flash_impl import ATTENTION, names_flash_impl
 from .gated_delta import RULE
+from .grouped_linear import EXPERTS
 from .kernels import AUTO, KernelOptions, Kernels, Op
 from .merge import MERGE
 from .rows import NORM, ROTARY
 from .swiglu import SWIGLU
 
-TABLE: tuple[Op, ...] = (ATTENTION, RULE, CONVOLUTION, MERGE, LOSS, NORM, ROTARY, SWIGLU)
+TABLE: tuple[Op, ...] = (ATTENTION, RULE, CONVOLUTION, MERGE, LOSS, NORM, ROTARY, SWIGLU, EXPERTS)
 
 
 def make_kernels(options: KernelOptions | None, attn_implementation: str | None = None) -> Kernels:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +14,7 @@ from ..ops.linear_cross_entropy import default_chunk
 from .activations import FLOAT32, layer_activations
 from .anatomy import parts_of
 from .memory import MemoryOptions
-from .units import Units
+from .units import Units, expert_cut
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -125,7 +124,7 @@ def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer:
     shards = mesh.dp_shard * mesh.sequence_size
     # FSDP cuts parameters by rows, and the first ranks hold what does not divide.
     held, trained = (
-        sum(_shard(p.shape, shards) for p in parts.model.parameters() if p.requires_grad or not only_trained)
+        sum(_held(parts, p, mesh) for p in parts.model.parameters() if p.requires_grad or not only_trained)
         for only_trained in (False, True)
     )
     width = 2 if precision == "bfloat16" else FLOAT32
@@ -142,6 +141,16 @@ def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer:
     ]
 
 
+def _held(parts: ModelParts, parameter: nn.Parameter, mesh: Mesh) -> int:
+    """What a rank holds of a parameter."""
+    if mesh.ep == 1 or id(parameter) not in parts.expert_parameters:
+        return _shard(parameter.shape, mesh.dp_shard * mesh.sequence_size)
+    own = [parameter.shape[0] // mesh.ep, *parameter.shape[1:]]
+    cut = expert_cut(own, mesh.expert_shards)
+    own[cut] = ceil(own[cut] / mesh.expert_shards)
+    return prod(own)
+
+
 def _shard(shape: Any, shards: int) -> int:
     rows = shape[0] if len(shape) else 1
     return int(ceil(rows / shards) * prod(shape[1:]))
@@ -152,19 +161,25 @@ def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list
     if mesh.dp_shard * mesh.sequence_size * mesh.dp_replicate == 1 and precision != "mixed":
         return []  # nothing is sharded or cast
     width = FLOAT32 if precision == "float32" else 2
-    units = Units.of(parts)
+    units = Units.of(parts, mesh.ep)
     own = {id(unit): units.own(unit) for unit in units.units}
-    sizes = {key: sum(p.numel() for p in parameters) for key, parameters in own.items()}
+    parted = {id(unit): mesh.ep if unit.axes == "efsdp" else 1 for unit in units.units}
+    sizes = {key: sum(p.numel() for p in parameters) // parted[key] for key, parameters in own.items()}
     forward = [sizes[id(unit)] for unit in units.units]
     backward = [sizes[id(unit)] for unit in units.backward if unit.backward_reads]
-    pair = max(a + b for order in (forward, backward) for a, b in pairwise([*order, 0]))
+    # Experts that lie over ranks are beside their layer, and the next layer beside both.
+    count = 3 if mesh.ep > 1 else 2
+    most = max(sum(order[i : i + count]) for order in (forward, backward) for i in range(len(order)))
     # Gradients are summed in float32, from the copy that the backward made.
-    trained = max(sum(p.numel() for p in parameters if p.requires_grad) for parameters in own.values())
+    trained = max(
+        sum(p.numel() for p in parameters if p.requires_grad) // parted[key]
+        for key, parameters in own.items()
+    )
     reduced = trained * (width + (0 if width == FLOAT32 else FLOAT32))
     rest = sum(p.numel() for p in units.rest)
     rest_trained = sum(p.numel() for p in units.rest if p.requires_grad)
     return [
-        MemoryUse("gathered units", pair * width, "count", "the one at work and the next"),
+        MemoryUse("gathered units", most * width, "count", "the one at work and the next"),
         MemoryUse("gathered rest", rest * width, "count", "what belongs to no unit, kept through the step"),
         MemoryUse(
             "gradients in flight", reduced + rest_trained * width, "model", "of a unit and of the rest"

@@ -10,6 +10,9 @@ gathered. What stays, and why:
   backward needs no weight. Neither does that of an embedding;
 - an audio tower while all clips of a rank are encoded. It is called once for each length of clips below a
   chunk, so ranks differ in how often, and blocks of its own would be gathered by some and not by others.
+
+Experts that lie over ranks are units of their own within their layer: a rank gathers its own experts alone,
+over the ranks that share them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,10 @@ class Unit:
     """Whether its backward needs its weights; where it does not, they are not gathered for it."""
     has_backward: bool = True
     """Whether a gradient passes through it."""
+    axes: str = "fsdp"
+    """The mesh over which it is sharded, in `Mesh.device_meshes`."""
+    in_layer: bool = False
+    """Part of a layer, and so called again where its layer is computed again."""
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -50,9 +57,11 @@ class Units:
     """Gathered over the whole step."""
 
     @staticmethod
-    def of(parts: ModelParts) -> Units:
-        """Parameters that two units would share are left to what lies around both."""
-        units = tuple(_candidates(parts))
+    def of(parts: ModelParts, ep: int = 1) -> Units:
+        """Parameters that two units would share are left to what lies around both. Over how many ranks the
+        experts lie is `ep`.
+        """
+        units = tuple(_candidates(parts, ep))
         while shared := _sharing(parts.model, units):
             units = tuple(unit for unit in units if id(unit.module) not in shared)
         inside = {id(p) for unit in units for p in unit.parameters}
@@ -63,6 +72,17 @@ class Units:
         within = {id(m) for m in unit.module.modules() if m is not unit.module}
         inner = {id(p) for other in self.units if id(other.module) in within for p in other.parameters}
         return [p for p in unit.parameters if id(p) not in inner]
+
+    def forward_prefetch(self, model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
+        """What is gathered while a module computes: the next unit; and beside a layer its own units and the
+        next layer, as units in a layer are called again in the backward, where nothing ahead is gathered.
+        """
+        found: list[tuple[nn.Module, list[nn.Module]]] = [(model, [])]
+        for unit in self.units:
+            found[-1][1].append(unit.module)
+            if not unit.in_layer:
+                found.append((unit.module, []))
+        return [(module, following) for module, following in found if following]
 
     @property
     def backward(self) -> list[Unit]:
@@ -77,7 +97,14 @@ class Units:
         return order
 
 
-def _candidates(parts: ModelParts) -> Iterator[Unit]:
+def expert_cut(own: Sequence[int], shards: int) -> int:
+    """The axis along which FSDP2 cuts a rank's experts: that of the experts where they divide; else, as there
+    may be fewer than ranks, that of the channels behind it where these divide.
+    """
+    return next((dim for dim in range(min(2, len(own))) if own[dim] % shards == 0), 0)
+
+
+def _candidates(parts: ModelParts, ep: int) -> Iterator[Unit]:
     reached = _learns(parts.embedding)
     yield Unit("embedding", parts.embedding, backward_reads=False, has_backward=reached)
     for tower in parts.towers:
@@ -87,6 +114,15 @@ def _candidates(parts: ModelParts) -> Iterator[Unit]:
         reached = reached or _learns(layer.module)
         is_last = layer.index == len(parts.layers) - 1
         yield Unit(f"layer {layer.index}", layer.module, stays_for_backward=is_last, has_backward=reached)
+        for experts in layer.experts if ep > 1 else ():
+            yield Unit(
+                f"experts {layer.index}",
+                experts,
+                stays_for_backward=is_last,
+                has_backward=reached,
+                axes="efsdp",
+                in_layer=True,
+            )
     reached = reached or _learns(parts.head)
     yield Unit("head", parts.head, backward_reads=False, has_backward=reached)
 

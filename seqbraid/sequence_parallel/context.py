@@ -50,6 +50,8 @@ class StepContext:
     """
     mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""
+    expert_counts: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """`[E]` for each module of experts: how often this rank's tokens went to each."""
 
     @property
     def layout(self) -> SequenceLayout:

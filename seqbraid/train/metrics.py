@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..models.output import ExpertLoad
+
 GIB = 2.0**30
 
 
@@ -58,6 +60,7 @@ class StepMeter:
         data_wait_s: float,
         epoch: float = 0.0,
         fill: float | None = None,
+        expert_load: ExpertLoad | None = None,
     ) -> dict[str, float]:
         """The metrics of the step that ends now.
 
@@ -71,6 +74,7 @@ class StepMeter:
             data_wait_s: how long the step waited for its samples.
             epoch: passes over the data so far.
             fill: share of the step's rows that holds tokens.
+            expert_load: where tokens went, of a model with experts.
         """
         now = time.perf_counter()
         seconds = max(now - self._began, 1e-9)  # clocks tick coarsely
@@ -95,6 +99,8 @@ class StepMeter:
             found["fill"] = fill
         if counts.correct is not None:
             found["accuracy"] = counts.correct / max(counts.labels, 1)
+        if expert_load is not None:
+            found |= expert_load.summary()
         return {name: float(value) for name, value in found.items()}
 
 

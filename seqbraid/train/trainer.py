@@ -258,6 +258,7 @@ class Trainer:
             data_wait_s=data.wait_s,
             epoch=data.epoch,
             fill=data.fill,
+            expert_load=out.expert_load,
         )
         self._after_step(metrics, agreed.flag)
         return agreed.flag

@@ -10,22 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from ..comm.dispatch import Dispatch
+from ..comm.group import Group
 from ..comm.rows import RowPlan, exchange_rows
 from ..data import pack as pack_module
 from ..layout.labels import IGNORE
 from ..models import attention as attention_module
 from ..models import batch as batch_module
 from ..models import braided as braided_module
+from ..models import experts as experts_module
 from ..ops import attention as attention_ops
 from ..sequence_parallel import gated_delta as gated_delta_module
 from ..sequence_parallel import ring as ring_module
 from ..sequence_parallel import ulysses as ulysses_module
+from ..sequence_parallel.context import StepContext
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Mutant:
     """A family of `tiny.FAMILIES`, or `blocks`."""
     ring: int = 1
     ulysses: int = 1
+    ep: int = 1
 
 
 def _positions_not_reset() -> AbstractContextManager[Any]:
@@ -175,6 +181,44 @@ def _gradients_averaged() -> AbstractContextManager[Any]:
     return patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, _: right(self, 2.0))
 
 
+def _expert_gradients_multiplied() -> AbstractContextManager[Any]:
+    """FSDP divides the sum over ranks with the same experts as if each token were on all of them."""
+    right = FSDPModule.set_gradient_divide_factor
+
+    def wrong(self: Any, factor: float) -> None:
+        right(self, factor / 2 if type(self).__name__.endswith("Experts") else factor)
+
+    return patch.object(FSDPModule, "set_gradient_divide_factor", wrong)
+
+
+def _wrong_expert() -> AbstractContextManager[Any]:
+    """The first token of a rank goes to the expert after one of its own."""
+    right = Dispatch.of
+
+    def wrong(index_TK: Any, num_experts: int, group: Any) -> Any:
+        index_TK = index_TK.clone()
+        index_TK[:1, :1] = (index_TK[:1, :1] + 1) % num_experts
+        return right(index_TK, num_experts, group)
+
+    # Not where experts are recognised, which would not let this pass.
+    return patch.object(experts_module, "Dispatch", SimpleNamespace(of=wrong))
+
+
+def _router_loss_per_rank() -> AbstractContextManager[Any]:
+    """Each rank's tokens are taken for a row of their own."""
+    right = braided_module.load_balancing_loss
+
+    def wrong(logits: Any, real: Any, top_k: int, group: Any) -> Any:
+        return right(logits, real, top_k, Group()) / group.size
+
+    return patch.object(braided_module, "load_balancing_loss", wrong)
+
+
+def padding_routed_to_experts() -> AbstractContextManager[Any]:
+    """Experts see slots that hold no token: no gradient shows it, but loads and bytes do."""
+    return patch.object(StepContext, "real_rows", lambda self, device: None)
+
+
 def _sliced_twice() -> AbstractContextManager[Any]:
     split = batch_module.Row.split
 
@@ -271,6 +315,9 @@ RANK_MUTANTS: tuple[Mutant, ...] = (
     Mutant("loss multiplied by the group size", _loss_times_group_size, "llama", ring=2),
     Mutant("FSDP averages", _gradients_averaged, "llama", ring=2),
     Mutant("sliced twice", _sliced_twice, "llama", ring=2),
+    Mutant("expert gradients multiplied by ep", _expert_gradients_multiplied, "qwen3_moe", ring=4, ep=2),
+    Mutant("a token at the wrong expert", _wrong_expert, "qwen3_moe", ring=2, ep=2),
+    Mutant("the routers' loss of each rank alone", _router_loss_per_rank, "qwen3_moe", ring=2, ep=2),
     Mutant("M left out", _transition_left_out, "qwen3_5", ring=2),
     Mutant("states in bf16", _states_in_bf16, "qwen3_5", ring=4),
     Mutant("states scanned in rank order", _scan_in_rank_order, "qwen3_5", ring=4),

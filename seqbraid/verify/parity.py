@@ -152,13 +152,15 @@ def _whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     """The gradients in full; sharded ones take one exchange together, as one each costs more than the step.
 
     FSDP cuts rows into equal pieces, of which the last ones may be short or empty: padded to the size of the
-    first and put one after another, they are the tensor and some padding behind it.
+    first and put one after another, they are the tensor and some padding behind it. Those of experts may lie
+    on another mesh: they come one by one.
     """
-    sharded = [g for g in gradients.values() if isinstance(g, DTensor)]
-    if not sharded:
+    every = [g for g in gradients.values() if isinstance(g, DTensor)]
+    if not every:
         return {name: g.clone() for name, g in gradients.items()}
-    mesh = sharded[0].device_mesh
-    assert len(sharded) == len(gradients) and all(g.device_mesh == mesh for g in sharded)
+    assert len(every) == len(gradients)
+    mesh = min((g.device_mesh for g in every), key=lambda mesh: mesh.ndim)
+    sharded = [g for g in every if g.device_mesh == mesh]
     assert all(
         g.placements[-1] == Shard(0) and not any(p.is_shard() for p in g.placements[:-1]) for g in sharded
     )
@@ -166,8 +168,10 @@ def _whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     sizes = [-(-g.shape[0] // group.size) * g.shape[1:].numel() for g in sharded]
     own = [g.to_local().flatten() for g in sharded]
     row = torch.cat([F.pad(x, (0, size - len(x))) for x, size in zip(own, sizes, strict=True)])
-    parts = torch.stack(group.all_gather(row)).split(sizes, dim=1)
+    parts = iter(torch.stack(group.all_gather(row)).split(sizes, dim=1))
     return {
-        name: part.flatten()[: g.numel()].view(g.shape)
-        for (name, g), part in zip(gradients.items(), parts, strict=True)
+        name: next(parts).flatten()[: g.numel()].view(g.shape)
+        if isinstance(g, DTensor) and g.device_mesh == mesh
+        else getattr(g, "full_tensor", g.clone)()
+        for name, g in gradients.items()
     }

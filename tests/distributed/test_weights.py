@@ -64,6 +64,11 @@ def test_all_ranks_have_the_first_ranks_weights(family: str) -> None:
     assert ranks.run(differing, 4, family, {"dp_replicate": 2, "ring": 2}) == [[]] * 4
 
 
+@pytest.mark.parametrize("axes", [{"ring": 4, "ep": 2}, {"dp_replicate": 2, "ring": 2, "ep": 2}])
+def test_and_of_experts_over_ranks(axes: dict[str, int]) -> None:
+    assert ranks.run(differing, 4, "qwen3_5_moe_text", axes) == [[]] * 4
+
+
 def refused(case: str) -> str:
     """On one rank: what is said of weights that cannot be spread."""
     mesh = Mesh(ring=2)

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seqbraid import Mesh
+from seqbraid.models.router import stock_num_experts
 from seqbraid.verify.media_mutants import MEDIA_MUTANTS
 from seqbraid.verify.mutants import MUTANTS, RANK_MUTANTS, Mutant
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
@@ -46,7 +47,7 @@ class Case:
     @property
     def world_size(self) -> int:
         """How many ranks the case takes."""
-        return math.prod(self.mesh.values())
+        return math.prod(size for axis, size in self.mesh.items() if axis != "ep")
 
     @property
     def key(self) -> str:
@@ -86,7 +87,8 @@ def mutants_of(model: Any, case: Case) -> list[Mutant]:
         known = [
             m
             for m in known
-            if {"ring": m.ring, "ulysses": m.ulysses} == {"ring": 1, "ulysses": 1} | case.mesh
+            if {"ring": m.ring, "ulysses": m.ulysses, "ep": m.ep}
+            == {"ring": 1, "ulysses": 1, "ep": 1} | case.mesh
         ]
     else:
         known = [m for m in (*MUTANTS, *MEDIA_MUTANTS) if m.ring * m.ulysses == 1 and m.check != "blocks"]
@@ -165,8 +167,18 @@ def cases(
         for model in range(models):
             for family in families:
                 for mesh in meshes:
-                    if not (family in WINDOWED and "ring" in mesh):
-                        yield Case(family, model, seed, mesh)
+                    case = Case(family, model, seed, mesh)
+                    if not (family in WINDOWED and "ring" in mesh) and _shares_experts(case):
+                        yield case
+
+
+def _shares_experts(case: Case) -> bool:
+    """Whether `ep` divides the experts; else the model is refused."""
+    ep = case.mesh.get("ep", 1)
+    if ep == 1:
+        return True
+    config = random_model(case.family, case.model, case.seed)[0].config.get_text_config()
+    return (stock_num_experts(config) or 1) % ep == 0
 
 
 def read_state(path: Path) -> dict[str, Found]:

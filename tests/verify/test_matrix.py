@@ -29,6 +29,15 @@ def test_a_case_on_two_ranks_and_its_defects(tmp_path: Path, capsys: pytest.Capt
     assert found.key == "llama/0/0/ring=2" and len(found.mutants) == 6
 
 
+def test_experts_over_two_ranks_and_their_defects(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    arguments = ["--families", "qwen3_moe", "llama", "--models", "4", "--seeds", "1", "--state", str(state)]
+    assert matrix.main([*arguments, "--mesh", "ring=2,ep=2"]) == 0
+    found = matrix.read_state(state)
+    assert found and all(key.startswith("qwen3_moe") for key in found)
+    assert any("a token at the wrong expert" in of_case.mutants for of_case in found.values())
+
+
 def test_a_run_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
     state = tmp_path / "state"
     arguments = [*LLAMA[:2], "--models", "2", "--seeds", "2", "--state", str(state)]

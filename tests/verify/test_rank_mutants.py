@@ -24,7 +24,7 @@ LENGTHS = (1, 63, 130, 257, 40)
 def caught(path: str, name: str) -> Any:
     """On one rank: what the check says with the defect (the ratio, or a refusal), and without it."""
     (mutant,) = (m for m in RANK_MUTANTS if m.name == name)
-    mesh = Mesh(ring=mutant.ring, ulysses=mutant.ulysses)
+    mesh = Mesh(ring=mutant.ring, ulysses=mutant.ulysses, ep=mutant.ep)
     stock = load(path)
 
     def check() -> Parity:

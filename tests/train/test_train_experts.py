@@ -1,0 +1,51 @@
+"""Runs of a model whose experts lie over ranks."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from seqbraid.train.config import CheckpointConfig, LogConfig, MeshConfig, StepConfig
+from tests.helpers.ranks import run
+from tests.train.test_train import (  # noqa: F401  the fixture is found by its name
+    _train_and_stop,
+    _weights,
+    config,
+    furthest,
+    logged,
+    losses,
+    shapes,
+    train,
+)
+
+EXPERTS = MeshConfig(ring=2, ulysses=2, ep=2)
+
+
+def test_the_curve_is_that_of_one_process_and_a_run_resumes_on_another_mesh(
+    shapes: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    common: dict[str, Any] = {
+        "model": "tiny:qwen3_vl_moe",
+        "train": StepConfig(steps=6, batch_tokens=512, lr=1e-3),
+        "checkpoint": CheckpointConfig(every=3),
+        "log": LogConfig(sinks=[], every=1000),
+    }
+    alone, whole, begun, elsewhere = (tmp_path / name for name in ("alone", "whole", "begun", "elsewhere"))
+    run(train, 1, config(shapes, alone, **common))
+    run(train, 4, config(shapes, whole, **common, mesh=EXPERTS), limit=240.0)
+    assert furthest(losses(whole), losses(alone)) < 1e-5
+    for step, one in zip(logged(whole), logged(alone), strict=True):
+        assert step["expert_load_max"] == one["expert_load_max"] > 1
+        assert one["expert_tokens_sent"] == 0 < step["expert_tokens_sent"] < 1
+
+    run(_train_and_stop, 4, config(shapes, begun, **common, mesh=EXPERTS), 4, limit=240.0)
+    shutil.copytree(begun, elsewhere)
+    run(train, 4, config(shapes, begun, **common, mesh=EXPERTS), limit=240.0)
+    assert losses(begun) == losses(whole) and _weights(begun) == _weights(whole)
+    assert [r["grad_norm"] for r in logged(begun)] == [r["grad_norm"] for r in logged(whole)]
+    other = replace(config(shapes, elsewhere, **common), mesh=MeshConfig(dp_shard=2, ulysses=2))
+    run(train, 4, other, limit=240.0)
+    assert furthest(losses(elsewhere), losses(whole)) < 1e-5
