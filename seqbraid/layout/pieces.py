@@ -7,8 +7,8 @@ that position's list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from .alignment import align, sequence_multiple
 from .balance import balance
@@ -92,4 +92,7 @@ def _all_shared(
     return Cut(padded, tuple(map(tuple, shared)), slices, ((),) * (len(shared) * ulysses))
 
 
-POLICIES = {"contiguous": cut_contiguous, "zigzag": cut_zigzag, "balanced": cut_balanced}
+Policy = Literal["balanced", "zigzag", "contiguous"]
+POLICIES: dict[str, Callable[[Sequence[int], int, int], Cut]] = dict(
+    zip(get_args(Policy), (cut_balanced, cut_zigzag, cut_contiguous), strict=True)
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
 
@@ -102,8 +102,9 @@ def memory_estimate(
         row_tokens: tokens of a packed row, all of them with labels.
         fused: norms, rotations and gates are computed by our kernels, which keep less.
     """
-    if precision not in ("float32", "mixed", "bfloat16"):
-        raise ValueError(f"precision={precision!r} is unknown; use 'float32', 'mixed' or 'bfloat16'")
+    if precision not in get_args(Precision):
+        *others, last = (repr(choice) for choice in get_args(Precision))
+        raise ValueError(f"precision={precision!r} is unknown; use {', '.join(others)} or {last}")
     if optimizer not in OPTIMIZER_STATES:
         raise ValueError(f"optimizer={optimizer!r} is unknown; use one of {', '.join(OPTIMIZER_STATES)}")
     if row_tokens < 1:

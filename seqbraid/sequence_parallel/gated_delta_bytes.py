@@ -6,7 +6,7 @@ sequences that live on more than one rank), n of them on the rank itself, J open
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -15,8 +15,8 @@ from .chain import Chains
 from .gated_delta_heads import GatedDeltaHeads
 from .gated_delta_layer import GatedDeltaLayer
 
-METHODS = ("states", "heads")
-CHOICES = ("auto", *METHODS)
+Choice = Literal["auto", "states", "heads"]
+CHOICES = get_args(Choice)
 """What may be asked for: one of the methods, or the cheaper one for the row at hand."""
 
 
@@ -69,8 +69,8 @@ def states_bytes(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> lis
 
 
 def choose(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> str:
-    """The method of `METHODS` whose busiest rank sends less; state passing on a tie, or where the heads do
-    not divide.
+    """`states` or `heads`: whose busiest rank sends less; state passing on a tie, or where the heads do not
+    divide.
 
     >>> heads = HeadSizes(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
     >>> rows = [SequenceLayout([length], ring=8, policy="zigzag") for length in (1024, 65536)]

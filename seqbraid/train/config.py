@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from ..data.stream.plan import OnBadSample, OverLong
+from ..layout.pieces import Policy
 from ..ops.kernels import KernelOptions
+from ..plan.estimate import Precision
 from ..plan.memory import MemoryOptions
+from ..sequence_parallel.gated_delta_bytes import Choice
 from .checkpoint.choose import check_resume
 from .option_errors import explain
 from .yaml_file import use_checked_yaml
@@ -67,7 +70,7 @@ class DataConfig:
     """Processes per rank that tokenize and decode; 0 does it between the steps."""
     prefetch_steps: int = 2
     """Steps that are prepared ahead."""
-    policy: Literal["balanced", "zigzag", "contiguous"] = "balanced"
+    policy: Policy = "balanced"
     """How sequences are cut over `ring × ulysses` ranks."""
     min_pixels: int | None = None
     """Images are enlarged to at least this many pixels; the processor's own when left out."""
@@ -185,12 +188,12 @@ class TrainConfig:
     that it began with), or `tiny:FAMILY` for a tiny model with random weights."""
     out: str = ""
     """The run's folder: checkpoints, `log.jsonl`, `config.yaml`."""
-    precision: Literal["float32", "mixed", "bfloat16"] = "mixed"
+    precision: Precision = "mixed"
     """`mixed`: float32 parameters, bfloat16 compute; `bfloat16`: bfloat16 parameters with float32 master
     weights in the optimizer."""
     kernels: KernelOptions = field(default_factory=KernelOptions)
     """What computes attention, the gated delta rule, the loss; `seqbraid doctor` lists what is there."""
-    gated_delta: Literal["auto", "states", "heads"] = "auto"
+    gated_delta: Choice = "auto"
     """How gated-delta layers talk over `ring × ulysses`."""
     freeze: list[str] = field(default_factory=list)
     """Parts that are not trained: vision, merger, audio, language_model, embeddings, head, `re:PATTERN`."""
