@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-PARTS = {"step_cases", "step_profile", "step_ways"}
-"""What `step.py` is made of."""
+PARTS = {"gpu_time", "step_cases", "step_profile", "step_ways"}
+"""What others are made of."""
 SCRIPTS = sorted({path.stem for path in FOLDER.glob("[!_]*.py")} - PARTS)
 SMALL = {
     "balance": "--rows 2 --row-tokens 32768 --ring 2",

@@ -110,17 +110,20 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
             pid = os.fork()
             if not pid:
                 time.sleep(max(0.0, start - time.monotonic()))
-                with suppress(ValueError):
+                try:
                     held = Lock(root)
                     (root / f"won-{number}").touch()
-                    time.sleep(1.0)  # while the others come
+                    while len(list(root.glob("lost-*"))) < 7 and time.monotonic() < start + 60.0:
+                        time.sleep(0.05)  # while the others come
                     held.check()
                     held.release()
+                except ValueError:
+                    (root / f"lost-{number}").touch()
                 os._exit(0)
             pids.append(pid)
         for pid in pids:
             os.waitpid(pid, 0)
-        assert len(list(root.glob("won-*"))) == 1
+        assert len(list(root.glob("won-*"))) == 1 and len(list(root.glob("lost-*"))) == 7
 
 
 def test_a_lock_that_another_took_in_the_meantime_is_left_to_it(tmp_path: Path) -> None:
