@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from seqbraid.train.config import MeshConfig, TrainConfig, load_config
+from seqbraid.train.config import MeshConfig, TrainConfig
+from seqbraid.train.config_file import load_config
 from tests.helpers.ranks import run
 from tests.train.test_train import furthest, losses, train
 

@@ -1,13 +1,10 @@
-"""The configuration of a training run: dataclasses, read from YAML and dotted overrides."""
+"""The configuration of a training run: dataclasses, read from YAML and dotted overrides by `config_file`."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from os.path import expanduser
-from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from ..data.stream.plan import OnBadSample, OverLong
@@ -17,8 +14,6 @@ from ..plan.estimate import Precision
 from ..plan.memory import MemoryOptions
 from ..sequence_parallel.gated_delta_bytes import Choice
 from .checkpoint.choose import check_resume
-from .option_errors import explain
-from .yaml_file import use_checked_yaml
 
 
 @dataclass(frozen=True)
@@ -289,56 +284,6 @@ class TrainConfig:
                 media_root=expanduser(data.media_root),
             ),
         )
-
-
-def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
-    """`config.yaml --train.lr=1e-5 …` to a checked configuration, and whether only a dry run is asked for."""
-    try:
-        from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
-    except ImportError:
-        raise ValueError("seqbraid train needs more packages: pip install 'seqbraid[train]'") from None
-    set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    parser = ArgumentParser(
-        prog="seqbraid train",
-        description="Train on packed conversations, on any mesh.",
-        exit_on_error=False,
-        parser_mode=use_checked_yaml(),
-    )
-    parser.add_argument(
-        "--config", action="config", help=("a YAML file; may also be given as the first argument")
-    )
-    parser.add_class_arguments(TrainConfig, None)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help=("check model, mesh, data and memory, and print the plan of a batch"),
-    )
-    arguments = list(arguments)
-    if arguments and not arguments[0].startswith("-"):
-        if not Path(arguments[0]).is_file():
-            raise ValueError(f"no such config file: {arguments[0]!r}")
-        arguments.insert(0, "--config")
-    try:
-        found = parser.parse_args(arguments)
-    except ArgumentError as error:
-        raise ValueError(explain(str(error), keys())) from None
-    found.pop("config", None)
-    dry_run = bool(found.pop("dry_run"))
-    values = parser.instantiate_classes(found)
-    return TrainConfig(**values.as_dict() if hasattr(values, "as_dict") else values).check(), dry_run
-
-
-def load_config(path: Path) -> TrainConfig:
-    """The configuration that a run saved."""
-    return parse_config([str(path)])[0]
-
-
-def to_yaml(config: TrainConfig) -> str:
-    """The configuration as `parse_config` reads it."""
-    import yaml  # jsonargparse brings it
-
-    values = json.loads(json.dumps(as_dict(config)))  # a list that is there twice would become an alias
-    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
 
 def as_dict(config: Any) -> dict[str, Any]:

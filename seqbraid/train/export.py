@@ -26,7 +26,7 @@ from ..models.braided import BraidedModel
 from ..models.stock import INDEX, SINGLE, read_config, trained_config
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.names import extra_tensors, to_saved
-from .config import load_config
+from .config_file import load_config
 from .folder import new_folder
 from .lora import merged
 from .setup import adapted_weights, make_model

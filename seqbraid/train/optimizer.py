@@ -136,6 +136,21 @@ def gradient_norm(gradients: list[Tensor], mesh: Mesh) -> float:
     return float(square.sqrt())
 
 
+def update(
+    optimizer: torch.optim.Optimizer,
+    gradients: list[Tensor],
+    norm: float,
+    clip_norm: float | None,
+    lr: float,
+) -> None:
+    """Take the step, the gradient scaled down to the largest norm that is allowed."""
+    clip_gradients(gradients, norm, clip_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 @torch.no_grad()
 def clip_gradients(gradients: list[Tensor], norm: float, largest: float | None) -> None:
     """Scale the whole gradient down to the largest norm that is allowed."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..mesh import launched
 from ..printable import printable
 from .checkpoint.checkpoints import CheckpointError
-from .config import parse_config
+from .config_file import parse_config
 from .dry_run import dry_run
 from .ending import FAILED, PREEMPTED, Ending, preempted_here
 from .nonfinite import NonFiniteError

@@ -6,15 +6,19 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..comm.consensus import gather_objects, raised_by_all
 from ..mesh import Mesh
 from .checkpoint.files import MANIFEST
-from .config import TrainConfig, load_config, to_yaml
+from .config import TrainConfig, as_dict
+from .config_file import load_config, to_yaml
 from .ending import forget_ending
 from .lock import LOCK_FILE, Lock
+from .log import Sinks, open_sinks
 from .setup import load_model_processor
 
 MARKER = ".seqbraid"
@@ -109,6 +113,22 @@ def describe(folder: Path, config: TrainConfig, model_config: Any, mesh: Mesh) -
             _write_config(folder, config)
             model_config.save_pretrained(folder / "model")
             load_model_processor(config.model).save_pretrained(folder / "model")
+
+
+@contextmanager
+def run_sinks(folder: Path, config: TrainConfig, mesh: Mesh, first: int) -> Iterator[Sinks]:
+    """What the run says, from step `first` on: on the first rank to its log and the sinks of its
+    configuration, elsewhere to nobody.
+    """
+    log, sinks = config.log, Sinks()
+    with raised_by_all(mesh.cpu_group):
+        if mesh.rank == 0:
+            values, steps = as_dict(config), config.train.steps
+            sinks = open_sinks(folder, log.sinks, values, first, total_steps=steps, every=log.every)
+    try:
+        yield sinks
+    finally:
+        sinks.close()
 
 
 def _write_config(folder: Path, config: TrainConfig) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,19 @@ from .config import TrainConfig, as_dict, shared
 from .ending import Ending, write_ending, write_failure
 from .evaluate import evaluate
 from .identity import agree_on_model, check_same_model
-from .log import Sinks, check_sinks, open_sinks
+from .log import check_sinks
 from .lora import save_adapter
 from .metrics import StepCounts, StepMeter
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
 from .optimizer import (
     MasterAdamW,
-    clip_gradients,
     gradient_norm,
     gradients_of,
     make_optimizer,
+    update,
 )
 from .recompute import settle_checkpointing
-from .run_folder import RunFolder, describe
+from .run_folder import RunFolder, describe, run_sinks
 from .schedule import learning_rate
 from .seeds import drawn_seed, seed_everything
 from .setup import (
@@ -145,7 +144,10 @@ class Trainer:
 
     def run(self) -> Ending:
         """Train to the end, or until a signal asks to stop; the last step is always saved."""
-        with stop_on_signals(self, says=self.mesh.rank == 0), self._sinks() as self.sinks:
+        with (
+            stop_on_signals(self, says=self.mesh.rank == 0),
+            run_sinks(self.folder, self.config, self.mesh, self.step + 1) as self.sinks,
+        ):
             try:
                 ending = self._run()
             except BaseException as error:
@@ -234,13 +236,9 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             found = StepFound(self.step + 1, out, norm)
             stop_non_finite(self.folder, self.mesh.rank, self.model, self.optimizer, data, found)
-        clip_gradients(gradients, norm, config.clip_norm)
         before, self.progress = self.progress, self._progress(self.step + 1)
         rate = learning_rate(config, before, self.progress)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        update(self.optimizer, gradients, norm, config.clip_norm, rate)
         self.step += 1
         self.trained += 1
         counts = StepCounts(
@@ -388,15 +386,3 @@ class Trainer:
         self.changes = changes(state["config"], as_dict(self.config), self.step)
         # Of the run as it is now: its number of steps or epochs may have changed.
         self.progress = self._progress(self.step)
-
-    @contextmanager
-    def _sinks(self) -> Iterator[Sinks]:
-        log, total, sinks = self.config.log, self.config.train.steps, Sinks()
-        with raised_by_all(self.mesh.cpu_group):
-            if self.mesh.rank == 0:
-                config, first = as_dict(self.config), self.step + 1
-                sinks = open_sinks(self.folder, log.sinks, config, first, total_steps=total, every=log.every)
-        try:
-            yield sinks
-        finally:
-            sinks.close()

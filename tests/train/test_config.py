@@ -10,7 +10,8 @@ import pytest
 
 from seqbraid.cli import main
 from seqbraid.train import changes
-from seqbraid.train.config import StepConfig, keys, load_config, parse_config, to_yaml
+from seqbraid.train.config import StepConfig, keys
+from seqbraid.train.config_file import load_config, parse_config, to_yaml
 from seqbraid.train.schedule import learning_rate
 
 YAML = """\

@@ -15,7 +15,8 @@ import pytest
 
 from seqbraid.data.stream.loader import StepData
 from seqbraid.train.checkpoint import files
-from seqbraid.train.config import CheckpointConfig, TrainConfig, to_yaml
+from seqbraid.train.config import CheckpointConfig, TrainConfig
+from seqbraid.train.config_file import to_yaml
 from seqbraid.train.ending import PREEMPTED, UNSAVED
 from seqbraid.train.run import train as train_command
 from seqbraid.train.signals import POLITE, stop_on_signals

@@ -14,7 +14,8 @@ import huggingface_hub
 import pytest
 
 from seqbraid.data.tiny import tiny_training_model
-from seqbraid.train.config import DataConfig, LogConfig, MeshConfig, StepConfig, TrainConfig, load_config
+from seqbraid.train.config import DataConfig, LogConfig, MeshConfig, StepConfig, TrainConfig
+from seqbraid.train.config_file import load_config
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
 from seqbraid.train.weights import checkpoint_folder, split_revision

@@ -12,12 +12,13 @@ import pytest
 
 from seqbraid.cli import main
 from seqbraid.data.tiny import tiny_training_model
-from seqbraid.train.config import DataConfig, LogConfig, MeshConfig, StepConfig, TrainConfig, to_yaml
+from seqbraid.train.config import DataConfig, LogConfig, MeshConfig, StepConfig, TrainConfig
+from seqbraid.train.config_file import to_yaml
 from seqbraid.train.log import read_log
 from tests.data.chat.test_chat import QWEN3
 from tests.helpers import ranks
+from tests.helpers.runs import train
 from tests.train.test_run_export import config, examples  # noqa: F401
-from tests.train.test_train_edges import train
 
 
 def test_a_run_says_how_it_ended_and_that_it_was_finished(

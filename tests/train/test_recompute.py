@@ -21,7 +21,7 @@ from seqbraid.train.log import read_log
 from seqbraid.train.setup import make_mesh, make_model
 from seqbraid.train.trainer import Trainer
 from tests.helpers.ranks import run
-from tests.train.test_train_edges import config, said, write
+from tests.helpers.runs import config, said, write
 
 AUTO = MemoryOptions("auto")
 

@@ -35,8 +35,8 @@ from seqbraid.train.config import (
     MeshConfig,
     StepConfig,
     TrainConfig,
-    to_yaml,
 )
+from seqbraid.train.config_file import to_yaml
 from seqbraid.train.setup import EncoderFactory, load_model_processor, make_mesh
 from seqbraid.train.trainer import Trainer
 from seqbraid.verify.reference import stock_step

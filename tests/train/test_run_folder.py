@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from seqbraid.train import lock, run_folder
-from seqbraid.train.config import TrainConfig, load_config, parse_config
+from seqbraid.train.config import TrainConfig
+from seqbraid.train.config_file import load_config, parse_config
 from seqbraid.train.dry_run import dry_run
 from seqbraid.train.lock import LOCK_FILE, Lock
 from tests.helpers.ranks import errors, run

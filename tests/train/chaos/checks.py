@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
 from seqbraid.train.checkpoint.files import check_file, read_manifest
-from seqbraid.train.config import load_config
+from seqbraid.train.config_file import load_config
 from seqbraid.train.export import export_checkpoint
 from seqbraid.train.log import current_records
 
