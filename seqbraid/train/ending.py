@@ -113,6 +113,17 @@ def _write(
         if replace:
             fresh.replace(folder / ENDED_FILE)
         else:
-            os.link(fresh, folder / ENDED_FILE)  # fails where another rank was first
+            _first(fresh, folder / ENDED_FILE)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _first(fresh: Path, path: Path) -> None:
+    """Give a file its name; FileExistsError where another rank was first."""
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        with path.open("x", encoding="utf-8") as file:
+            file.write(fresh.read_text(encoding="utf-8"))

@@ -47,7 +47,9 @@ def describe(ranks: Mapping[int, Rank]) -> str:
             rest.setdefault(where, []).append(rank)
     for where, group in rest.items():
         lines.append(f"{_ranks(group)} {'wait' if len(group) > 1 else 'waits'} in {where}")
-    if not late and len(ranks) > 1:
+    if not late and not any(found.seen is not None and found.seen.waits for found in ranks.values()):
+        lines.append("none of them waits for another: each is at something of its own, such as its data")
+    elif not late:
         lines.append(
             "no rank is behind: their collectives do not match, or data sent by one does not reach "
             "another (check the network between the hosts)"

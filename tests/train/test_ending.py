@@ -17,7 +17,7 @@ from seqbraid.data.stream.loader import StepData
 from seqbraid.train.checkpoint import files
 from seqbraid.train.config import CheckpointConfig, TrainConfig
 from seqbraid.train.config_file import to_yaml
-from seqbraid.train.ending import PREEMPTED, UNSAVED
+from seqbraid.train.ending import PREEMPTED, UNSAVED, write_failure
 from seqbraid.train.run import train as train_command
 from seqbraid.train.signals import POLITE, stop_on_signals
 from seqbraid.train.trainer import Trainer
@@ -172,3 +172,19 @@ def test_a_disk_that_stays_full_is_said_each_time_and_is_no_success(folder: Path
     assert (facts["reason"], facts["status"], facts["checkpoint"]) == ("unsaved", UNSAVED, "step-00000002")
     assert [status for status, _ in run(command, 2, settings, {}, {})] == [0, 0]
     assert published(settings) == "step-00000004"
+
+
+def test_the_rank_that_fails_first_is_written_down_without_hard_links_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    for place in (tmp_path / "with", tmp_path / "without"):
+        place.mkdir()
+        for rank in (1, 0):
+            write_failure(place, rank, 5, RuntimeError(f"of rank {rank}"))
+        assert [path.name for path in place.iterdir()] == ["ended.json"]
+        facts = json.loads((place / "ended.json").read_text())
+        assert (facts["rank"], facts["step"], facts["error"]) == (1, 5, "RuntimeError: of rank 1")
+        monkeypatch.setattr(os, "link", refuses)

@@ -224,4 +224,7 @@ def test_who_lags() -> None:
     assert laggards({0: busy, 1: busy}) == []
     text = describe({0: waiting, 1: waiting})
     assert text.startswith("ranks 0, 1 wait in step 5, the update: all_gather (x.py:1); no rank lags")
+    assert "no rank lags: their collectives do not match" in text
+    text = describe({0: busy, 1: busy})
+    assert "none of them waits for another" in text and "collectives" not in text
     assert describe({0: waiting, 1: Rank(None, 9.0)}).startswith("rank 1 has never sent a heartbeat; ")

@@ -12,7 +12,7 @@ from .faults import ended, last_named
 from .job import Job, lives
 from .kills import Kill, Pace, kill_all
 
-STEP_LIMIT_S = 10
+STEP_LIMIT_S = 30
 """How long a step may take, which is how long it takes to see that a host is gone."""
 SIGN = "has given no sign of life"
 
