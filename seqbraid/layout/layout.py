@@ -1,4 +1,4 @@
-"""`SequenceLayout`: where every token of a packed row lives. Pure arithmetic, the same on every rank."""
+"""`SequenceLayout`: which rank holds which tokens of a packed row. Pure arithmetic, the same on every rank."""
 
 from __future__ import annotations
 
@@ -188,9 +188,7 @@ class SequenceLayout:
 
     @property
     def num_split_tokens(self) -> int:
-        """Tokens of sequences that live on more than one rank: what softmax and gated-delta layers talk
-        about.
-        """
+        """Tokens of sequences that are split over ranks, about which softmax and gated-delta layers communicate."""
         return sum(length for i, length in enumerate(self.lengths) if self.is_split(i))
 
     def __repr__(self) -> str:
