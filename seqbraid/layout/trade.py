@@ -1,8 +1,8 @@
 """Balancing a placement by trades between ranks: whole sequences, and tokens of cut ones.
 
 Ranks are full of tokens, so the most expensive one gives expensive tokens for as many cheap ones: a long
-sequence for shorter ones, or a stretch of a cut sequence for whole short ones. The rank that takes it may have
-had no part of that sequence before.
+sequence for shorter ones, or a stretch of a cut sequence for whole short ones. The rank that takes it may
+have had no part of that sequence before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The table of kernels: which candidate computes an op, and why not the others.
 
-An op has candidates in order of preference, the last of which takes everything. Each says itself why it cannot
-be used: it does not support the dtype, device or shapes, it is not installed, or it gives wrong results here.
-The choice belongs to a model and travels in the step's context; nothing is process-wide.
+An op has candidates in order of preference, the last of which takes everything. Each says itself why it
+cannot be used: it does not support the dtype, device or shapes, it is not installed, or it gives wrong
+results here. The choice belongs to a model and travels in the step's context; nothing is process-wide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Which kernels compute a model: `auto` uses the first of each op that is installed, applicable and correct.
+    """Which kernels compute a model: `auto` uses the first of each op that is installed,
+    applicable and correct.
 
     A kernel that is asked for by name and is not installed is refused. Where it does not support the tensors
     (float32, another device), `auto` decides.

@@ -23,8 +23,8 @@ def call(function: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class StepContext:
-    """One forward pass: the layout, this rank's place in it, and its groups. Made for the step and never
-    stored.
+    """One forward pass: the layout, this rank's place in it, and its groups. Made for the step
+    and never stored.
 
     It travels through the stock model's keyword arguments as `braid=`, to every attention and gated-delta
     module, also when a checkpointed layer is recomputed in the backward.
@@ -45,8 +45,8 @@ class StepContext:
     kernels: Kernels = DEFAULT
     """What computes the model's ops."""
     mix: Callable[..., Tensor] = call
-    """Calls a mixer, `mix(function, *args)`: activation checkpointing that keeps the outputs of mixers sets its
-    own here, so that a recomputed layer neither mixes nor communicates again.
+    """Calls a mixer, `mix(function, *args)`: activation checkpointing that keeps the outputs of mixers sets
+    its own here, so that a recomputed layer neither mixes nor communicates again.
     """
     mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""

@@ -21,8 +21,8 @@ class Rank:
 def laggards(ranks: Mapping[int, Rank]) -> list[int]:
     """The ranks that the others wait for; none where all wait for each other.
 
-    A rank without a heartbeat is stopped, dead or cut off. Otherwise it is one that computes while others wait
-    in a collective, or one that is in an earlier step.
+    A rank without a heartbeat is stopped, dead or cut off. Otherwise it is one that computes while others
+    wait in a collective, or one that is in an earlier step.
     """
     silent = [rank for rank, found in ranks.items() if found.seen is None or found.silent_s is not None]
     if silent:

@@ -1,7 +1,7 @@
 """A conversation through the model's own chat template, and the label mask over its characters.
 
-It covers what the model would generate: from the end of the generation prompt to the token that ends the turn,
-included, of the assistant turns with loss.
+It covers what the model would generate: from the end of the generation prompt to the token that ends the
+turn, included, of the assistant turns with loss.
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ def check_resume(resume: str) -> None:
 
 
 def choose(root: Path, resume: str) -> Path | None:
-    """The folder to resume from, by sizes; None to start over. Not for `latest-intact`, which reads it all."""
+    """The folder to resume from, by sizes; None to start over. Not for `latest-intact`, which
+    reads it all.
+    """
     found = files.found_in(root)
     if resume == "never" and found:
         raise ValueError(f"{root} has checkpoints ({_names(found)}) and resume is 'never'; give another out")
