@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 ROUND = 512
-"""Long sequences are cut at multiples of this, and on a GPU the keys of dense blocks that are not causal come
-in multiples of it: round shapes recur, and cuDNN prepares every new shape for about 130 ms
-(`benchmarks/ring_blocks.py`)."""
+"""Long sequences are cut at multiples of this, and on a GPU the keys of dense blocks that are not
+causal come in multiples of it: round shapes recur, and cuDNN prepares every new shape for about
+130 ms (`benchmarks/ring_blocks.py`).
+"""
 
 CUT_TOKEN = 300.0
 """What a token of a cut sequence costs more: two kernels see it, and their outputs are merged."""
