@@ -340,7 +340,7 @@ def test_checkpoints_that_are_not_loaded(tmp_path: Path) -> None:
     refused("not a complete safetensors file")
     weights.unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    refused("only pytorch_model.bin; weights are read from safetensors alone")
+    refused("only pytorch_model.bin; only safetensors are read")
     save_file(whole, tmp_path.parent / "outside.safetensors", metadata={"format": "pt"})
     index = {"weight_map": dict.fromkeys(whole, "../outside.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
