@@ -139,8 +139,8 @@ class MediaReader:
         for ref in refs:
             if ref.kind not in self.kinds:
                 raise ValueError(
-                    f"the conversation has the {ref.kind} {ref.source!r}, but the model takes "
-                    f"{', '.join(self.kinds) or 'text alone'}"
+                    f"the conversation has the {ref.kind} {ref.source!r}, but the model takes only "
+                    f"{', '.join(self.kinds) or 'text'}"
                 )
             if ref.kind == "image":
                 items.images.append(self._image(ref))
