@@ -193,7 +193,7 @@ def test_a_model_or_optimizer_that_does_not_fit_is_refused_untouched(tmp_path: P
     frozen = dict(other.named_parameters())["model.lm_head.weight"]
     before = whole(other, fresh)
     frozen.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"does not train model.lm_head.weight; the one that was saved did"):
+    with pytest.raises(ValueError, match=r"does not train model.lm_head.weight; the saved one did"):
         checkpoints.load(path, other, fresh)
     assert differences(before, whole(other, fresh)) == []
     with pytest.raises(ValueError, match="not the model's"):
