@@ -316,6 +316,6 @@ class BraidedModel(nn.Module):
             check_batch(batch, self.mesh)
         change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
         if change is not None:
-            raise ValueError(f"{change}; call release() first, then change it and parallelize again")
+            raise ValueError(f"{change}; call release(), change the model, then parallelize it again")
         check_no_autocast()
         self._adapter.check_step(batches, seed)
