@@ -33,7 +33,7 @@ def test_json_has_one_kernel_in_use_for_each_op_and_type(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("installed", "advice"),
     [
-        ("5.8.1", "transformers 5.8.1 is outside of what is tested"),
+        ("5.8.1", "transformers 5.8.1 is outside of the tested versions"),
         ("99.0", "99.0 is outside"),
         ("5.10.2", None),
     ],

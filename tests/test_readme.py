@@ -108,6 +108,18 @@ def test_the_version_is_the_newest_of_the_changelog() -> None:
         assert tomllib.load(file)["project"]["version"] == seqbraid.__version__
 
 
+def test_the_map_names_files_that_exist() -> None:
+    root = README.parent
+    files = [path.as_posix() for path in (*root.glob("seqbraid/**/*.py"), *root.glob("tests/**/*.py"))]
+    map_of_rooms = (root / "docs" / "architecture.md").read_text(encoding="utf-8")
+    steps = runpy.run_path(str(root / "docs" / "pictures.py"))["STEPS"]
+    named = {name for _, rooms, *_ in steps for name in rooms.split(", ") if name.endswith(".py")}
+    named |= set(re.findall(r"`([\w/]+\.py)`", map_of_rooms))
+    assert len(named) > 40
+    for name in sorted(named):
+        assert any(file.endswith(f"/{name}") for file in files), name
+
+
 def test_the_pictures_are_what_their_script_draws(tmp_path: Path) -> None:
     runpy.run_path(str(README.parent / "docs" / "pictures.py"))["main"](tmp_path)
     drawn = sorted(path.name for path in tmp_path.iterdir())

@@ -50,8 +50,8 @@ def agree(
     values: Sequence[int] = (),
     alike: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
-    """Raise on every rank of a (CPU) process group if any of them brings an error; else give everyone's
-    values.
+    """Raise on every rank of a (CPU) process group if any of them brings an error; else
+    give everyone's values.
 
     The rank that saw the error raises that very one, the others a `ValueError` that names the rank and quotes
     it. What is in `alike` (plain values, or dicts of them, by the name that the user knows) must be the same

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes, agreed on before the ranks start to talk: none is shared, or none is used."""
+"""Which GPU a rank uses, agreed on before any other communication: none is shared, or none is used."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks that talk to each other; `rank` is this process's place among them.
+    """Ranks that communicate; `rank` is this process's place among them.
 
     `sent` counts the bytes that leave this rank, by the name of the exchange; what a rank keeps is not
     counted.

@@ -80,7 +80,7 @@ class Heartbeats:
             self.listening_since = time.monotonic()
 
     def silent(self, rank: int, now: float) -> float | None:
-        """For how long a rank has given no sign of life; None where it has, or where it cannot be told."""
+        """For how long a rank has sent no heartbeat; None where it has, or where that is unknown."""
         if rank == self.rank or self.listening_since is None:
             return None
         seen = self.seen.get(rank)

@@ -1,8 +1,9 @@
-"""Meeting again after a restart, past what the dead have left.
+"""Rendezvous after a restart, in spite of what killed ranks left in the store.
 
-Torchrun keeps one store for all of its restarts (torch 2.13, and others before: pytorch/pytorch#135712).
-Ranks that are started again may read the addresses of their predecessors there, and then cannot connect, or
-wait for the dead. `TORCHELASTIC_RESTART_COUNT` does not tell the attempts apart: on several nodes it differs.
+Torchrun keeps one store for all of its restarts (torch 2.13, and others before:
+pytorch/pytorch#135712). Ranks that are started again may read the addresses of their predecessors
+there, and then cannot connect, or wait for killed ranks. `TORCHELASTIC_RESTART_COUNT` does not tell the
+attempts apart: on several nodes it differs.
 """
 
 from __future__ import annotations

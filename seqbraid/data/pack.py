@@ -34,11 +34,11 @@ def pack(
     check_media: bool = False,
     plans: RowPlans | None = None,
 ) -> PackedBatch:
-    """Pack samples into one row and take this rank's part of it; pure: no rank talks to another.
+    """Pack samples into one row and return this rank's part of it; pure: no communication between ranks.
 
     It may run ahead of the step, in a thread, or in a worker of `torch.utils.data.DataLoader` (as its
-    `collate_fn`). Where other ranks share the step, samples that cannot be packed give a `BadBatch`, whose
-    reason the step raises on every rank; in a job of one process the `ValueError` is raised at once.
+    `collate_fn`). In a job of several processes, samples that cannot be packed give a `BadBatch`, whose
+    reason the step raises on every rank; in one process the `ValueError` is raised at once.
 
     Args:
         samples: dicts with `input_ids [T]` and, unless the loss covers every token, `labels [T]`, unshifted,
@@ -46,13 +46,13 @@ def pack(
             group; only pixels and mel frames may be those of this rank's media alone, where `media_ranks`
             tells which rank encodes each image, video and clip (`SampleEncoder.encode` makes such samples).
         config: the model's config.
-        mesh: the device mesh; one process when left out.
-        policy: how sequences are cut: `balanced`, `zigzag` or `contiguous`.
-        multiple_of: what the tokens of a rank are rounded up to.
-        pad_to: physical tokens of the whole row, for fixed shapes.
-        fp8: round a rank's tokens to 16 as well.
-        check_media: look for NaN and infinity in pixels and audio, which takes a pass over them.
-        plans: what `plan_row` gave for these samples and settings; made here when left out.
+        mesh: the device mesh; by default one process.
+        policy: how sequences are split: `balanced`, `zigzag` or `contiguous`.
+        multiple_of: pad the tokens of a rank to a multiple of this.
+        pad_to: pad the whole row to this many tokens, for fixed shapes.
+        fp8: pad the tokens of a rank to a multiple of 16 as well.
+        check_media: check pixels and audio for NaN and infinity, which takes a pass over them.
+        plans: the result of `plan_row` for these samples and settings; made here by default.
 
     >>> from transformers import LlamaConfig
     >>> batch = pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}], LlamaConfig())

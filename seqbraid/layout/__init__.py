@@ -1,4 +1,4 @@
-"""Where every token lives: alignment, `SequenceLayout`, balance and packing.
+"""Which rank holds which tokens: alignment, `SequenceLayout`, balance and packing.
 
 Pure index arithmetic: no process group, no model, and no torch until a tensor is asked for.
 """

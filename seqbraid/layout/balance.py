@@ -1,10 +1,9 @@
-"""Which sequences of a row stay whole and which are cut, so that ranks get equal tokens and take equally
-long.
+"""Which sequences of a row stay whole and which are cut, to balance tokens and time over the ranks.
 
 Cut mirrored around its middle, a sequence of length L costs a rank L/2 pairs per token it holds, however wide
-the rank's share is. So only the sequences that are too dear or too long for one rank are cut, over as few
-ranks as will carry them; the others go whole, longest first, to the rank that has least to do. What fits
-nowhere in the end is cut to fill the ranks up. Then ranks trade until they are level (`trade.py`).
+the rank's share is. So only the sequences that are too expensive or too long for one rank are cut, over as
+few ranks as can hold them; the others go whole, longest first, to the rank with the least work. What does not
+fit in the end is cut to fill the ranks. Then ranks trade until they are balanced (`trade.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`SequenceLayout`: where every token of a packed row lives. Pure arithmetic, the same on every rank."""
+"""`SequenceLayout`: which rank holds which tokens of a packed row; arithmetic, the same on every rank."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ class SequenceLayout:
 
     @property
     def num_split_tokens(self) -> int:
-        """Tokens of sequences that live on more than one rank: what softmax and gated-delta layers talk
-        about.
+        """Tokens of sequences that are split over ranks, about which softmax and
+        gated-delta layers communicate.
         """
         return sum(length for i, length in enumerate(self.lengths) if self.is_split(i))
 
@@ -271,8 +271,8 @@ def _clipped(pieces: Sequence[Piece], lengths: Sequence[int]) -> list[Piece]:
 
 
 def _merged(segments: list[Segment], lengths: Sequence[int]) -> list[Segment]:
-    """Clip segments to real tokens and join those that continue each other both in the sequence and on the
-    rank.
+    """Clip segments to real tokens and join those that continue each other both in the sequence and
+    on the rank.
     """
     merged: list[Segment] = []
     for segment in segments:

@@ -69,8 +69,8 @@ def cut_zigzag(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
 
 
 def cut_balanced(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
-    """Short sequences whole on one rank, long ones cut zigzag over as few ring ranks as level tokens and
-    cost.
+    """Short sequences whole on one rank, long ones cut zigzag over as few ring ranks as level
+    tokens and cost.
     """
     plan: Balance = balance(lengths, ring, ulysses)
     shared: list[list[Piece]] = [[] for _ in range(ring)]

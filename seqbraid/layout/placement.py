@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 ROUND = 512
-"""Long sequences are cut at multiples of this, and on a GPU the keys of dense blocks that are not causal come
-in multiples of it: round shapes recur, and cuDNN prepares every new shape for about 130 ms
-(`benchmarks/ring_blocks.py`)."""
+"""Long sequences are cut at multiples of this, and on a GPU the keys of dense blocks that are not
+causal come in multiples of it: round shapes recur, and cuDNN prepares every new shape for about
+130 ms (`benchmarks/ring_blocks.py`).
+"""
 
 CUT_TOKEN = 300.0
 """What a token of a cut sequence costs more: two kernels see it, and their outputs are merged."""
@@ -64,8 +65,8 @@ def mirrored(length: int, widths: dict[int, int]) -> dict[int, list[tuple[int, i
     """The pieces of each ring rank: two that mirror each other around the middle of the sequence; the first
     rank has the outermost ones.
 
-    Their mean position is the middle whatever their width, so a rank's attention cost is proportional to its
-    tokens.
+    Their mean position is the middle whatever their width, so a rank's attention cost is proportional
+    to its tokens.
     """
     grain = ROUND if is_round(length, widths) else 1
     low, high, pieces = 0, length, {}
@@ -127,8 +128,8 @@ class Placement:
         self.cost_RU[place] += times * causal_cost(self.lengths[sequence])
 
     def share(self, sequence: int, widths: dict[int, int], times: int = 1) -> None:
-        """Cut a sequence over ring ranks, whose Ulysses groups share their parts; or, with `times=-1`, no
-        longer.
+        """Cut a sequence over ring ranks, whose Ulysses groups share their parts; or, with
+        `times=-1`, no longer.
         """
         for ring_rank, pieces in mirrored(self.lengths[sequence], widths).items():
             *before, (last, _) = pieces

@@ -209,10 +209,12 @@ class StreamingPacker(Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; for a new packer with the same settings, before `pack`."""
         if self._source is not None or self.num_drawn:
-            raise RuntimeError("this packer has begun already; load the state into a new StreamingPacker")
+            raise RuntimeError(
+                "this packer has already yielded rows; load the state into a new StreamingPacker"
+            )
         if "drawn" not in state:
             raise ValueError(
-                "the state is of a version of seqbraid that kept other things of a packer; start anew"
+                "the state is from a version of seqbraid with another state format; start from the beginning"
             )
         for name, value in self._settings().items():
             saved = state["settings"][name]

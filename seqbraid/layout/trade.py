@@ -1,8 +1,8 @@
-"""Ranks of a placement that trade until they are level: whole sequences, and tokens of cut ones.
+"""Balancing a placement by trades between ranks: whole sequences, and tokens of cut ones.
 
-Ranks are full of tokens, so the dearest one gives tokens that cost much and takes as many that cost little: a
-long sequence for shorter ones, or a stretch of a cut sequence for whole short ones. The rank that takes it
-may have had no part of that sequence before.
+Ranks are full of tokens, so the most expensive one gives expensive tokens for as many cheap ones: a long
+sequence for shorter ones, or a stretch of a cut sequence for whole short ones. The rank that takes it may
+have had no part of that sequence before.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from .placement import CUT_TOKEN, KEY, ROUND, Placement, causal_cost
 
 TRADES, TRADERS, WORTHWHILE = 40, 3, 1e-3
-"""How often ranks trade, with how many others at a time the dearest one tries to, and what part of its cost
-it must save."""
+"""How often ranks trade, with how many others at a time the most expensive one tries to, and what part of its
+cost it must save."""
 
 TRADED, GIVEN, TAKEN = 12, 2, 3
-"""How many of its whole sequences a rank offers, and how many the dearer and the cheaper one give at once."""
+"""How many of its whole sequences a rank offers, and how many the more and the less expensive one give."""
 
 STRETCHES = tuple(ROUND * count for count in (1, 2, 3, 4, 6, 8))
 """How many tokens of a cut sequence change hands at once."""
@@ -57,7 +57,7 @@ NOTHING = _Stretch(None, 0, 0.0, 0.0)
 
 
 class _Trade(NamedTuple):
-    """What two ranks would give each other, and what the dearest of those who take part would then cost."""
+    """What two ranks would give each other, and what the more expensive of them would then cost."""
 
     cost: float
     other: int
@@ -67,9 +67,9 @@ class _Trade(NamedTuple):
 
 
 def trade(placement: Placement) -> Placement:
-    """The best of what comes when the dearest rank trades with cheaper ones while that seems to help.
+    """The best placement found while the most expensive rank trades with cheaper ones.
 
-    What a stretch costs is estimated, so a trade may also do harm, and the next ones still good.
+    The cost of a stretch is an estimate, so a trade may make it worse, and later ones better again.
     """
     best = placement
     for _ in range(TRADES):

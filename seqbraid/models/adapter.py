@@ -1,4 +1,4 @@
-"""What we need of a stock decoder, found by its features, and refused where we cannot keep it exact."""
+"""What is needed of a stock decoder, found by its features, and refused where it cannot be kept exact."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Adapter:
         check_nothing_around(model, self.decoder, self.head)
 
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
-        """What the mesh asks of the model, said before any rank talks to another."""
+        """What the mesh requires of the model, checked before any communication."""
         if mesh.ep > 1:
             check_experts(self.parts, mesh.ep)
         for layer in self.parts.layers:

@@ -88,8 +88,8 @@ def check_batch(batch: Any, mesh: Mesh) -> None:
 
 
 NUMBERS = {
-    "label_tokens": (0, "the count of the labels of all batches of the optimizer step, over all data ranks"),
-    "divisor": (1, "what the sum of the losses of the optimizer step is divided by, over all data ranks"),
+    "label_tokens": (0, "the number of label tokens of the whole optimizer step, over all data ranks"),
+    "divisor": (1, "the number that the sum of the losses of the whole optimizer step is divided by"),
     "seed": (-(2**63), "the seed of the optimizer step, the same on all ranks"),
 }
 """Numbers that a user gives for a step: the smallest that can be meant, and what they are."""

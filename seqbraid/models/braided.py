@@ -1,4 +1,4 @@
-"""`BraidedModel`: the stock model, fed packed rows."""
+"""`BraidedModel`: a stock model on a mesh, run on packed rows."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from .unchanged import Unchanged
 ReduceGradients = Literal["each", "once"]
 
 LossFunction = Callable[[Tensor, nn.Linear, PackedBatch], Tensor]
-"""A sum over this rank's tokens, of the hidden states `[T, D]`, the head and the batch, whose `targets` and
-`real` say what each token is; differentiable.
+"""A differentiable sum over this rank's tokens, from the hidden states `[T, D]`, the head and the batch,
+whose `targets` and `real` describe each token.
 """
 
 
 class BraidedModel(nn.Module):
     """A stock model and the mesh it runs on.
 
-    The stock model is kept as it is: without a packed batch it behaves as before, `generate` included.
+    The stock model is not replaced: without a packed batch it behaves as before, `generate` included.
     """
 
     def __init__(
@@ -102,12 +102,12 @@ class BraidedModel(nn.Module):
     def __call__(
         self, batch: PackedBatch, label_tokens: int | None = None, seed: int | None = None
     ) -> StepOutput:
-        """The loss of a packed batch, divided once by `label_tokens`: for training loops of your own, where
+        """The loss of a packed batch, divided once by `label_tokens`: for your own training loop, where
         `forward_backward` does not fit. The ranks agree at each call.
 
-        `label_tokens` is the count of the whole optimizer step where several batches are accumulated, over
-        all data ranks, the same on every rank; the batch's own when left out. A model that trains with
-        dropout draws it from `seed`, which is another one for every step; any mesh draws the same.
+        For gradient accumulation over several batches, `label_tokens` is the number of label tokens of the
+        whole optimizer step over all data ranks, the same on every rank; by default that of this batch.
+        Dropout is drawn from `seed`, a different one for every step, and is the same on every mesh.
         """
         # Before anything is sent: the parameters of a sharded model are gathered around `forward`.
         count = self.agree("forward", [batch], seed, label_tokens=label_tokens).label_tokens
@@ -316,6 +316,6 @@ class BraidedModel(nn.Module):
             check_batch(batch, self.mesh)
         change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
         if change is not None:
-            raise ValueError(f"{change}; call release() first, then change it and parallelize again")
+            raise ValueError(f"{change}; call release(), change the model, then parallelize it again")
         check_no_autocast()
         self._adapter.check_step(batches, seed)

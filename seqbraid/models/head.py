@@ -83,9 +83,9 @@ class _FakeOutput(BaseModelOutputWithPast):
 def check_nothing_around(model: PreTrainedModel, decoder: nn.Module, head: nn.Linear) -> None:
     """See with made-up tensors that the model's logits are its head on the decoder's output and nothing else.
 
-    Soft-caps, scales and extra layers around the head differ from family to family and release to release;
-    calling the stock forward with the decoder and the head stubbed shows any of them, without touching a
-    weight.
+    Soft-caps, scales and extra layers around the head differ from family to family and release to
+    release; calling the stock forward with the decoder and the head stubbed shows any of them, without
+    touching a weight.
     """
     weight = model.get_input_embeddings().weight
     device = torch.device("cpu") if weight.is_meta else weight.device

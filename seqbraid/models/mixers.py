@@ -53,8 +53,8 @@ class GatedDeltaSizes(NamedTuple):
 
 
 def softmax_heads(mixer: Any, config: Any) -> SoftmaxHeads:
-    """The heads of softmax attention; where its projections are not ones that we know, as the config has
-    them.
+    """The heads of softmax attention; where its projections are not ones that we know, as the
+    config has them.
     """
     configs = layer_configs(config)
     config = configs[mixer.layer_idx] if len(configs) > 1 else config

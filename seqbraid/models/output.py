@@ -1,4 +1,4 @@
-"""What a step gives."""
+"""The result of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class LocalLoss(NamedTuple):
-    """What one rank computes of a batch; a tuple, in which FSDP finds the loss."""
+    """One rank's part of the loss of a batch; a tuple, so that FSDP finds the loss in it."""
 
     loss: Tensor
     """This rank's share of the step's loss."""
@@ -47,11 +47,11 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one forward pass gives, or the forward and backward passes of a whole step."""
+    """The result of one forward pass, or of the forward and backward passes of a whole step."""
 
     loss: Tensor
     """This rank's share of the loss. From `model(batch)`: call backward on it. From `forward_backward`, which
-    has done so: detached.
+    has called backward: detached.
     """
     mean_loss: Tensor
     """Mean loss per label token, detached, the same on every rank: log it."""
@@ -62,7 +62,7 @@ class StepOutput:
     divisor was given.
     """
     correct_tokens: Tensor
-    """How often the largest logit was the target."""
+    """Number of tokens whose largest logit is the target, on all ranks."""
     aux_loss: Tensor | None = None
     """The routers' load-balancing loss, each row's weighted by its share of `label_tokens`, as `mean_loss`
     is; detached, the same on every rank. None where the model has none switched on.

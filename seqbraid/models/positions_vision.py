@@ -20,9 +20,9 @@ def vision_positions(token_types_T: Any, image_grids: Any, video_grids: Any, mer
     """`[3, T]`: text counts on in all rows; an item is its grid plus its start, and what follows starts
     max(height, width) later.
 
-    Timestamps stand between the frames of a video, so each frame is an item of its own. Where items of one
-    kind touch, the stock models take them for one item and fail; here each is placed by its own grid, in
-    order.
+    Timestamps stand between the frames of a video, so each frame is an item of its own. Where items of
+    one kind touch, the stock models take them for one item and fail; here each is placed by its own
+    grid, in order.
     """
     types_T = as_vector(token_types_T, "mm_token_type_ids")
     if len(types_T) and not TEXT <= types_T.min() <= types_T.max() <= VIDEO:

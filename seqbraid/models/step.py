@@ -1,4 +1,4 @@
-"""A step, prepared ahead, and the one way that it is run."""
+"""The optimizer step: its micro-batches, prepared ahead, and the one function that runs it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .output import StepOutput
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank computes in an optimizer step: made ahead of it, with no word to another rank."""
+    """One rank's micro-batches of an optimizer step: made ahead of it, without communication."""
 
     batches: Sequence[PackedBatch]
-    """The micro-batches, as `pack` gives them, one `BadBatch` or more among them where it could not; as many
-    on every rank.
+    """The micro-batches that `pack` made, with a `BadBatch` for each that it refused; the same number on
+    every rank.
     """
     counts: Mapping[str, int] = field(default_factory=dict)
-    """What this data rank counts in its samples, to be summed over the data ranks (tokens, say)."""
+    """Counts of this data rank's samples, such as tokens, to be summed over the data ranks."""
 
 
 def agree_on(
@@ -55,18 +55,18 @@ def forward_backward(
     agreed: Agreed | None = None,
     after: Callable[[int], None] | None = None,
 ) -> StepOutput:
-    """Run the micro-batches of an optimizer step, forward and backward; gradients add up in `.grad`.
+    """Run forward and backward of the micro-batches of an optimizer step; gradients accumulate in `.grad`.
 
     Under `torch.no_grad()` there is no backward: an evaluation.
 
     Args:
-        model: what `parallelize` gave.
-        step: a `Step`, or a list of what `pack` gave.
-        loss: gives the sum of this rank's losses; cross entropy over the label tokens when left out.
-        divisor: what the sum over the whole step is divided by; its label tokens when left out.
-        seed: what dropout is drawn from, another one for every step.
-        agreed: what `agree_on` gave for this step, where it was called before.
-        after: is called with the number of each micro-batch, from 1, when its backward is done.
+        model: the result of `parallelize`.
+        step: a `Step`, or a list of results of `pack`.
+        loss: returns the sum of this rank's losses; by default cross entropy over the label tokens.
+        divisor: what the sum over the whole step is divided by; by default its number of label tokens.
+        seed: what dropout is drawn from, a different one for every step.
+        agreed: the result of `agree_on` for this step, if it was called before.
+        after: called with the number of each micro-batch, from 1, when its backward is done.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1,

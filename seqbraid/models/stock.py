@@ -111,8 +111,9 @@ def stock_class(config: Any) -> Any:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order; ValueError where there are none, or one is missing or
-    damaged."""
+    """The safetensors files of a checkpoint, in order; ValueError where there are none, or one is
+    missing or damaged.
+    """
     if (folder / SINGLE).is_file():
         found = [folder / SINGLE]
     elif (folder / INDEX).is_file():

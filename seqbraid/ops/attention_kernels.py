@@ -74,8 +74,8 @@ def uses_cudnn(q: Tensor, v: Tensor) -> bool:
 
 
 class VarlenShape(NamedTuple):
-    """Boundaries of blocks that lie one behind the other; causal ones are aligned at their last query and
-    key.
+    """Boundaries of blocks that lie one behind the other; causal ones are aligned at their last
+    query and key.
     """
 
     cu_q: Tensor

@@ -163,8 +163,8 @@ class VarlenGroup(NamedTuple):
     def forward(
         self, q_THD: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Out `[rows, H, D]`, in the given place if the kernel can, and LSE `[H, rows]` of the group's query
-        rows.
+        """Out `[rows, H, D]`, in the given place if the kernel can, and LSE `[H, rows]` of the
+        group's query rows.
         """
         q, k, v = q_THD[self.q_rows], k_SGD[self.k_rows], v_SGD[self.k_rows]
         return self.impl.forward(q, k, v, self.shape, scale, out)

@@ -261,8 +261,8 @@ WINDOW = 17
 
 
 def block_error(impl: FlashImpl, kind: Kind, causal: bool, queries: int, keys: int) -> float:
-    """The largest relative error of two blocks' out, LSE and gradients, with an out and LSE of more keys than
-    theirs.
+    """The largest relative error of two blocks' out, LSE and gradients, with an out and LSE of more
+    keys than theirs.
     """
     device, dtype, ratio, size, windowed = kind
     generator = torch.Generator(device).manual_seed(0)

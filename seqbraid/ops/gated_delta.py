@@ -167,8 +167,8 @@ def make_call(
     opened: Sequence[int] = (),
     kernels: Kernels = DEFAULT,
 ) -> RuleCall:
-    """The call on the kernels that are chosen for these tensors; `opened` are the segments whose M and S0 are
-    wanted.
+    """The call on the kernels that are chosen for these tensors; `opened` are the segments whose M and
+    S0 are wanted.
     """
     _check_shapes(q_THK, k_THK, v_THV, g_TH, beta_TH, options.chunk_size)
     arguments = (q_THK, k_THK, v_THV, g_TH, beta_TH, cu_seqlens, options, kept, opened)

@@ -1,9 +1,9 @@
 """The gated delta rule by flash-linear-attention's kernels, in the parts that state passing needs.
 
 The kernels run along a segment chunk by chunk, one after the other. An open segment, whose M and S0 are
-wanted anyway, is cut into pieces at multiples of the chunk: its pieces are reduced to (M, S0) side by side, a
-scan over them gives the segment's, and later the states that enter them, and the kernels run all pieces at
-once.
+wanted anyway, is cut into pieces at multiples of the chunk: its pieces are reduced to (M, S0) side by
+side, a scan over them gives the segment's, and later the states that enter them, and the kernels run all
+pieces at once.
 
 Letters: T rows, N segments, P pieces of them all, G key heads, H value heads, K key dim, V value dim.
 """

@@ -1,8 +1,8 @@
 """The table of kernels: which candidate computes an op, and why not the others.
 
-An op has candidates in order of preference, the last of which takes everything. Each says for itself why it
-cannot be taken: it is not made for such numbers, it is not installed, or it gives wrong results here. The
-choice belongs to a model and travels in the step's context; the process keeps no wish.
+An op has candidates in order of preference, the last of which takes everything. Each says itself why it
+cannot be used: it does not support the dtype, device or shapes, it is not installed, or it gives wrong
+results here. The choice belongs to a model and travels in the step's context; nothing is process-wide.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class KernelOptions:
-    """Which kernels compute a model: `auto` takes the first of each op that is installed, fits and is right.
+    """Which kernels compute a model: `auto` uses the first of each op that is installed,
+    applicable and correct.
 
-    What is asked for by name and is not installed is refused. Where it is not made for the numbers at hand
+    A kernel that is asked for by name and is not installed is refused. Where it does not support the tensors
     (float32, another device), `auto` decides.
     """
 
@@ -63,7 +64,7 @@ def _no_reason(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kernel that may compute an op, and what speaks against it; None where nothing does."""
+    """A kernel that may compute an op, and the reasons against it; None where there is none."""
 
     name: str
     unfit: Callable[[Any], str | None] = _no_reason
@@ -97,7 +98,7 @@ class Op:
         return found
 
     def check(self, options: KernelOptions) -> None:
-        """Refuse a wish for what is not there."""
+        """Refuse an option that names a kernel which is not installed."""
         wish = getattr(options, self.name)
         reason = None if wish == AUTO else self.candidate(wish).missing()
         if reason is not None:
@@ -146,4 +147,4 @@ class Kernels:
 
 
 DEFAULT = Kernels()
-"""For calls that come from no model: no wishes."""
+"""For calls that come from no model: all `auto`."""

@@ -1,4 +1,4 @@
-"""All ops whose kernel is chosen, and what was wished for them."""
+"""All ops whose kernel is chosen, and the kernels of a model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TABLE: tuple[Op, ...] = (ATTENTION, RULE, CONVOLUTION, MERGE, LOSS, NORM, ROTARY
 
 
 def make_kernels(options: KernelOptions | None, attn_implementation: str | None = None) -> Kernels:
-    """The kernels of a model; refuses wishes for what is not there.
+    """The kernels of a model; an option that names a kernel which is not installed is refused.
 
-    A model that was loaded with FlashAttention-3 or -4 wishes for it by that.
+    A model that was loaded with FlashAttention-3 or -4 asks for it by that.
     """
     options = KernelOptions() if options is None else options
     if options.attention == AUTO and attn_implementation and names_flash_impl(attn_implementation):

@@ -19,22 +19,22 @@ class MemoryOptions:
     """
 
     checkpointing: Checkpointing = "none"
-    """What a decoder layer computes again in the backward: nothing, all but its token mixer (nothing is sent
-    twice), or everything from its input on; `full` goes for the blocks of media encoders too. `auto` is for
-    `seqbraid train`: the least of them that fits the device, by the estimate (`plan/auto.py`).
+    """What a decoder layer recomputes in the backward: nothing, all but its token mixer (`selective`, which
+    sends nothing twice), or the whole layer (`full`, blocks of media encoders too). `auto`, for
+    `seqbraid train`, uses the least recomputation whose estimated memory fits the device (`plan/auto.py`).
     """
     offload: bool = False
-    """Keep what checkpoints save in host memory, pinned where there is a GPU."""
+    """Keep the activations that checkpointing saves in host memory, pinned where there is a GPU."""
     mlp_tile: int | None = None
     """Tokens per tile of the MLPs, whose intermediate tensors then exist for one tile at a time."""
     loss_chunk: int | None = None
-    """Tokens per chunk of head and loss; by default a quarter of the hidden size, or as many as make 64 MiB
-    of logits where those are more.
+    """Tokens per chunk of head and loss; by default the hidden size, or as many as make 64 MiB of logits
+    where those are more.
     """
     reduce_gradients: ReduceGradients = "each"
-    """When ranks exchange the gradients of a step's micro-batches: after `each` of them, or `once`, after the
-    last, which sends less and keeps whole gradients on every rank until then: 4 bytes for each trained
-    parameter of the model.
+    """When the gradients of a step's micro-batches are reduced over ranks: after `each` of them, or `once`,
+    after the last, which sends less and keeps whole gradients on every rank until then: 4 bytes for each
+    trained parameter of the model.
     """
 
     def __post_init__(self) -> None:

@@ -81,15 +81,15 @@ class Chains(NamedTuple):
 
 @dataclass(frozen=True)
 class ScanPlan:
-    """What one direction of the scan tells, hears and computes on this rank.
+    """What one direction of the scan sends, receives and computes on this rank.
 
     In the backward a chain runs from its last segment to its first: "before" reads "after", S0 reads dS_in.
     """
 
     firsts: tuple[int, ...]
-    """Own segments that tell S0 alone: nothing enters the first of a chain."""
+    """Own segments that send S0 alone: nothing enters the first of a chain."""
     others: tuple[int, ...]
-    """Own segments that tell M and S0: neither first nor last of their chain; the same both ways."""
+    """Own segments that send M and S0: neither first nor last of their chain; the same both ways."""
     S0_sent: Tensor
     """The entries of S0 (of `firsts`, then `others`) that are sent, rank after rank."""
     M_sent: Tensor

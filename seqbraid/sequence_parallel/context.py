@@ -17,17 +17,17 @@ from .plans import RowPlans
 
 
 def call(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """How mixers are called when nobody has a reason to call them otherwise."""
+    """How mixers are called by default."""
     return function(*args)
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """One forward pass: the layout, this rank's place in it, and its groups. Made for the step, kept by
-    nobody.
+    """One forward pass: the layout, this rank's place in it, and its groups. Made for the step
+    and never stored.
 
     It travels through the stock model's keyword arguments as `braid=`, to every attention and gated-delta
-    module, also when a checkpointed layer is computed again in the backward.
+    module, also when a checkpointed layer is recomputed in the backward.
     """
 
     row: RowPlans
@@ -37,7 +37,7 @@ class StepContext:
     sequence: Group = field(default_factory=Group)
     """All ranks that share the row, ring × ulysses, in the layout's order."""
     gated_delta: str = "auto"
-    """How gated-delta layers talk: by `states`, by `heads`, or `auto`, the cheaper of them."""
+    """What gated-delta layers exchange: `states`, `heads`, or `auto`, whichever is less."""
     seed: int | None = None
     """What the step's random numbers follow from, the same on every rank; None where nothing is random."""
     token_keys: Tensor | None = field(default=None, compare=False, repr=False)
@@ -45,8 +45,8 @@ class StepContext:
     kernels: Kernels = DEFAULT
     """What computes the model's ops."""
     mix: Callable[..., Tensor] = call
-    """Calls a mixer, `mix(function, *args)`: a checkpoint that keeps what mixers give puts its own here, so
-    that a layer that is computed again neither mixes nor talks again.
+    """Calls a mixer, `mix(function, *args)`: activation checkpointing that keeps the outputs of mixers sets
+    its own here, so that a recomputed layer neither mixes nor communicates again.
     """
     mixed_layers: set[int] = field(default_factory=set, compare=False, repr=False)
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""

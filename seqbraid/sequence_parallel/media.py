@@ -67,10 +67,10 @@ def encoder_cost(patches_per_window: Sequence[int], width: int, intermediate: in
 
 
 def assign_items(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """The rank that encodes each item: the dearest item first, to the rank with the least so far.
+    """The rank that encodes each item: the most expensive item first, to the rank with the least work so far.
 
     Among equal items the first goes first, among equal ranks the lowest takes it, so that every rank finds
-    the same. The dearest rank has at most 4/3 of what the best assignment gives its dearest.
+    the same. The most expensive rank costs at most 4/3 of that of the best assignment.
 
     >>> assign_items([3.0, 9.0, 5.0, 2.0], num_ranks=2)
     [1, 0, 1, 1]

@@ -148,8 +148,8 @@ def _in_turn(
 def _places(rows: Tensor, plan: RingPlan, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """For each round where the sum before it is, and where it leaves its own.
 
-    What lies between two rounds is wide, and the last one rounds it. Rounds without blocks leave all where it
-    is.
+    What lies between two rounds is wide, and the last one rounds it. Rounds without blocks leave all
+    where it is.
     """
     has_blocks = [len(round_.blocks.blocks) > 0 for round_ in plan.rounds]
     left = sum(has_blocks)

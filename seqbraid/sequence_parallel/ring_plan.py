@@ -151,8 +151,8 @@ and larger blocks; two rounds are in memory at a time."""
 def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]], query_heads: float) -> list[list[int]]:
     """The distances 1, 2, … around the ring, joined while no rank receives too much at a time.
 
-    It is the same on every rank, and no distance is left out, so that messages meet in the same order
-    everywhere.
+    It is the same on every rank, and no distance is left out, so that messages meet in the
+    same order everywhere.
     """
     times = min(ROUND_TOKENS, max(1.0, ROUND_MEMORY * query_heads / 2))
     budget = times * layout.num_local_tokens * layout.ulysses

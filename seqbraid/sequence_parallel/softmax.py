@@ -1,5 +1,5 @@
-"""Softmax attention over the ranks that share a row: Ulysses inside, the ring outside, whole sequences at
-home.
+"""Softmax attention over the ranks that share a row: Ulysses inside, the ring outside, whole
+sequences at home.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from ..comm.group import Group
 
 @dataclass(frozen=True)
 class SoftmaxHeads:
-    """Which heads each rank of a Ulysses group computes: equal runs of query heads, and the KV heads they
-    use.
+    """Which heads each rank of a Ulysses group computes: equal runs of query heads, and the KV
+    heads they use.
 
     Where a KV head serves query heads of several ranks it goes to all of them, and their gradients add up.
     """
@@ -50,8 +50,8 @@ class SoftmaxHeads:
         return slice(heads.start // served, (heads.stop - 1) // served + 1)
 
     def kv_of_query(self, rank: int) -> list[int] | None:
-        """For each query head of a rank, its KV head among the rank's own; None where they share evenly in
-        order.
+        """For each query head of a rank, its KV head among the rank's own; None where they share
+        evenly in order.
         """
         heads, kv = self.query_heads(rank), self.kv_heads(rank)
         served = self.num_heads // self.num_kv_heads

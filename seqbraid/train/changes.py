@@ -32,7 +32,8 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], checkpoin
         was, has = before[name], model if name == "model" else now[name]
         if was != has:
             raise ValueError(
-                f"{checkpoint} was trained with {name}={was!r}, not {has!r}; set it back, or give another out"
+                f"{checkpoint} was trained with {name}={was!r}, not {has!r}; use the old value, or give "
+                "another out"
             )
 
 

@@ -38,21 +38,20 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is learnt from."""
+    """The training data, and how it becomes samples and rows."""
 
     train: list[str] | str = field(default_factory=list)
     """JSONL files (globs too), folders that `datasets` saved, parquet files, or `hf:NAME`."""
     eval: list[str] | str = field(default_factory=list)
-    """The same, held out; evaluated every `train.eval_every` steps."""
+    """Held-out data in the same formats, evaluated every `train.eval_every` steps."""
     media_root: str = "."
     """The folder that media paths are relative to; nothing outside of it is read."""
     ignore_keys: list[str] = field(default_factory=list)
-    """Keys of records and turns that may be there and are not read, such as ids and metadata; any other key
-    that is not known is refused."""
+    """Keys of records and turns to ignore, such as ids and metadata; any other unknown key is refused."""
     allow_urls: bool = False
-    """Fetch media named by http(s) URLs."""
+    """Download media given as http(s) URLs."""
     row_tokens: int = 8192
-    """Tokens of a packed row, which one group of `ring × ulysses` ranks computes at a time."""
+    """Tokens of a packed row: the maximum sequence length, and the micro-batch of `ring × ulysses` ranks."""
     over_long: OverLong = "error"
     """What to do with a sample that is longer than a row; only text can be truncated."""
     on_bad_sample: OnBadSample = "error"
@@ -60,7 +59,7 @@ class DataConfig:
     shuffle: bool = True
     """Draw the samples of an epoch in random order."""
     buffer_size: int = 1024
-    """Samples at hand from which rows are filled."""
+    """Size of the buffer of samples from which rows are filled."""
     workers: int = 2
     """Processes per rank that tokenize and decode; 0 does it between the steps."""
     prefetch_steps: int = 2
@@ -68,51 +67,52 @@ class DataConfig:
     policy: Policy = "balanced"
     """How sequences are cut over `ring × ulysses` ranks."""
     min_pixels: int | None = None
-    """Images are enlarged to at least this many pixels; the processor's own when left out."""
+    """Images are enlarged to at least this many pixels; by default the processor's setting."""
     max_pixels: int | None = None
-    """Images are shrunk to at most this many pixels; the processor's own when left out."""
+    """Images are shrunk to at most this many pixels; by default the processor's setting."""
     video_min_pixels: int | None = None
     """As `min_pixels`, for videos: of a frame, or of all frames together, as the processor counts."""
     video_max_pixels: int | None = None
     """As `max_pixels`, for videos."""
     fps: float | None = None
-    """Frames taken from a second of video; the processor's own when left out."""
+    """Frames sampled per second of video; by default the processor's setting."""
     max_frames: int | None = None
-    """Most frames taken from a video; the processor's own when left out."""
+    """Maximum number of frames sampled from a video; by default the processor's setting."""
     use_audio_in_video: bool = False
-    """Hear the sound of videos (Qwen3-Omni)."""
+    """Use the audio of videos (Qwen3-Omni)."""
 
 
 @dataclass(frozen=True)
 class StepConfig:
-    """The optimizer's steps."""
+    """The optimizer, its learning rate and the global batch size."""
 
     steps: int | None = None
     """Optimizer steps; give this or `epochs`."""
     epochs: int | None = None
     """Passes over the training data; give this or `steps`."""
     batch_tokens: int = 0
-    """Tokens of an optimizer step over the whole job, whatever its mesh; a multiple of `data.row_tokens`."""
+    """Global batch size: tokens of an optimizer step over the whole job, on any mesh; a multiple of
+    `data.row_tokens`. Gradient accumulation follows from it."""
     lr: float = 1e-5
-    """The largest learning rate."""
+    """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls after the warm-up."""
+    """How the learning rate decays after the warm-up."""
     warmup: float = 0.03
-    """Share of the run in which the rate rises from 0; from 1 on a number of steps."""
+    """Warm-up from 0: a fraction of the run if below 1, else a number of steps."""
     final_lr: float = 0.0
-    """The rate at the end, as a share of `lr`."""
+    """Final learning rate, as a fraction of `lr`."""
     weight_decay: float = 0.0
-    """Decoupled decay of matrices; vectors (norms, biases) are left alone."""
+    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """AdamW's decay of the first moment."""
     beta2: float = 0.999
-    """Decay of the second moment."""
+    """AdamW's decay of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment; above 0."""
+    """AdamW's epsilon, added to the root of the second moment; above 0."""
     clip_norm: float | None = 1.0
-    """Largest norm of the whole gradient; none when null."""
+    """Gradient clipping: maximum norm of the whole gradient; null for no clipping."""
     eval_every: int | None = None
-    """Steps between evaluations; at the end only when left out."""
+    """Steps between evaluations; by default only at the end."""
 
 
 @dataclass(frozen=True)
@@ -124,49 +124,49 @@ class LoraConfig:
     alpha: float = 16.0
     """Their scale, divided by the rank."""
     targets: list[str] | str = "all-linear"
-    """Names of the linear layers that get one; `all-linear` means every one of the decoder."""
+    """Names of the linear layers to adapt; `all-linear` means every one of the decoder."""
     dropout: float = 0.0
-    """Dropout before the adapters; every mesh draws the same."""
+    """Dropout before the adapters; the same on every mesh."""
     rslora: bool = False
     """Divide the scale by the root of the rank."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What survives a kill."""
+    """When checkpoints are written, and how many are kept."""
 
     every: int | None = None
-    """Steps between checkpoints; at the end only when left out."""
+    """Steps between checkpoints; by default only at the end."""
     keep: int = 2
-    """How many of the newest are kept, beside the best."""
+    """Number of newest checkpoints to keep, besides the best."""
     asynchronous: bool = True
     """Write while the next steps are computed."""
     on_error: Literal["stop", "continue"] = "stop"
-    """A checkpoint cannot be written (a full disk): stop, or go on with the one before."""
+    """If a checkpoint cannot be written (a full disk): stop, or continue and keep the previous one."""
 
 
 @dataclass(frozen=True)
 class TimeoutConfig:
-    """Seconds in which nothing moves, after which the run says who holds it up, and ends; null: none."""
+    """Seconds without progress until the run names the rank that causes it, and ends; null: no limit."""
 
     start: float | None = 1800.0
-    """One stage of the start (meeting the other ranks, reading the model, resuming); a checkpoint, too."""
+    """One stage of the start (waiting for the other ranks, loading the model, resuming), or a checkpoint."""
     step: float | None = 600.0
     """One part of a step: a micro-batch, the update, an exchange between ranks, a row of an evaluation."""
     loader: float | None = 300.0
     """One sample, in the process that tokenizes and decodes it."""
     stop: float | None = 60.0
-    """Once a signal has asked the run to stop: any of the above."""
+    """Any of the above, once a signal has asked the run to stop."""
 
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is seen while it runs."""
+    """Where metrics go."""
 
     every: int = 1
-    """Steps between lines on a screen that is no terminal; `log.jsonl` has every step."""
+    """Steps between lines on the console if it is not a terminal; `log.jsonl` has every step."""
     sinks: list[str] | str = "tensorboard"
-    """Beside `log.jsonl`: tensorboard, wandb, mlflow, trackio."""
+    """Trackers besides `log.jsonl`: tensorboard, wandb, mlflow, trackio."""
 
 
 @dataclass(frozen=True)
@@ -179,25 +179,25 @@ class TrainConfig:
     """
 
     model: str = ""
-    """A checkpoint's folder, its name on the Hub (`owner/name` or `owner/name@revision`; a run keeps the one
-    that it began with), or `tiny:FAMILY` for a tiny model with random weights."""
+    """A checkpoint's folder, its name on the Hub (`owner/name` or `owner/name@revision`; a run keeps
+    the commit that it began with), or `tiny:FAMILY` for a tiny model with random weights."""
     out: str = ""
     """The run's folder: checkpoints, `log.jsonl`, `config.yaml`."""
     precision: Precision = "mixed"
     """`mixed`: float32 parameters, bfloat16 compute; `bfloat16`: bfloat16 parameters with float32 master
     weights in the optimizer."""
     kernels: KernelOptions = field(default_factory=KernelOptions)
-    """What computes attention, the gated delta rule, the loss; `seqbraid doctor` lists what is there."""
+    """Kernels for attention, the gated delta rule, the loss and more; `seqbraid doctor` lists them."""
     gated_delta: Choice = "auto"
-    """How gated-delta layers talk over `ring × ulysses`."""
+    """What gated-delta layers exchange over `ring × ulysses`: states, heads, or whichever is less."""
     freeze: list[str] = field(default_factory=list)
-    """Parts that are not trained: vision, merger, audio, language_model, embeddings, head, `re:PATTERN`."""
+    """Parts to freeze: vision, merger, audio, language_model, embeddings, head, `re:PATTERN`."""
     seed: int = 0
-    """Decides the order of samples and everything else that is random."""
+    """Seed of the order of samples and of everything else that is random."""
     resume: str = "auto"
-    """`auto`: go on from the last checkpoint in `out` if there is one; `must`: refuse if there is none;
-    `never`: refuse if there is one; `step:N`: go back to that of a step; `latest-intact`: pass over damaged
-    ones, where all else stops."""
+    """`auto`: resume from the last checkpoint in `out` if there is one; `must`: stop if there is none;
+    `never`: stop if there is one; `step:N`: go back to the checkpoint of that step; `latest-intact`: skip
+    damaged checkpoints, at which all others stop."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """The device mesh."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -205,18 +205,18 @@ class TrainConfig:
     train: StepConfig = field(default_factory=StepConfig)
     """The steps."""
     memory: MemoryOptions = field(default_factory=MemoryOptions)
-    """What is given for memory; none of it changes the gradient."""
+    """Memory switches; none of them changes the gradient."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
-    """How long the run waits for what does not move."""
+    """How long the run waits without progress."""
     log: LogConfig = field(default_factory=LogConfig)
     """Logging."""
 
     def check(self) -> TrainConfig:
-        """Refuse what cannot be meant, before anything is loaded; gives it with `~` as the home folder."""
+        """Refuse invalid settings before anything is loaded; returns the configuration with `~` expanded."""
         for name, value in (("model", self.model), ("out", self.out), ("data.train", self.data.train)):
             if not value:
                 raise ValueError(f"{name} is empty; set it in the config or with --{name}=…")

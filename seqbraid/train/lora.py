@@ -1,8 +1,8 @@
 """LoRA through peft, on the stock model as it is, so that `parallelize` takes it like any other.
 
-Adapters on ring and Ulysses ranks are exact for the same reason as everything else: an adapted layer works
-token by token, and gradients of all ranks are summed. Dropout is the exception: other meshes draw other
-masks.
+Adapters on ring and Ulysses ranks are exact for the same reason as everything else: an adapted layer
+works token by token, and gradients of all ranks are summed. Dropout is the exception: other meshes
+draw other masks.
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ def refuse_not_finite(
     names = [name for name in gather_objects(mesh.cpu_group, found) if name]
     if names:
         raise NonFiniteError(
-            f"after step {step} {names[0]} is not finite, so that no checkpoint of it is written; a lower "
-            f"train.lr (now {lr}) or a longer train.warmup may help. Checkpoints of earlier steps are "
-            "untouched"
+            f"after step {step} {names[0]} is not finite, so no checkpoint of this step is written; try a "
+            f"lower train.lr (now {lr}) or a longer train.warmup. Checkpoints of earlier steps are kept"
         )
 
 
@@ -82,8 +81,8 @@ def stop_non_finite(
     gradients = gradients_by_parameter(optimizer)
     _write_step(folder, rank, model, gradients, data.prepared.batches, losses, facts)
     raise NonFiniteError(
-        f"step {found.step}: loss {sum(losses)}, gradient norm {found.grad_norm}; nothing was updated. What "
-        f"each rank was looking at is in {folder}"
+        f"step {found.step}: loss {sum(losses)}, gradient norm {found.grad_norm}; nothing was updated. "
+        f"What each rank was computing is in {folder}"
     )
 
 

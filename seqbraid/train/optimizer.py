@@ -37,8 +37,8 @@ def make_optimizer(model: nn.Module, config: StepConfig) -> torch.optim.Optimize
 class MasterAdamW(torch.optim.AdamW):
     """AdamW that steps on float32 copies of narrower parameters and rounds them once per step.
 
-    The gradients of accumulated batches are summed in float32 too: call `gather_gradients` after each
-    backward.
+    The gradients of accumulated batches are summed in float32 too: call `gather_gradients`
+    after each backward.
     """
 
     def __init__(self, params: Any, **settings: Any) -> None:

@@ -32,7 +32,7 @@ def _sentences(trainer: Trainer, ending: Ending, first: int, seconds: float) -> 
     """How the run ended, what came of it, and what to do with it."""
     said = ending.sentence()
     if ending.reason == "finished" and ending.step == first:
-        said += ". It had been finished before: nothing was trained; raise train.steps to go on"
+        said += ". It was already finished: nothing was trained; raise train.steps to continue"
     lines = summary(ending, trainer.folder, trainer.latest, trainer.best, trainer.without_reasoning, seconds)
     return "\n".join([f"seqbraid train: {said}", *lines])
 

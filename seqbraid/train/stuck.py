@@ -1,4 +1,4 @@
-"""Who holds a run up, by what the ranks say of themselves."""
+"""Which rank holds a run up, from what the ranks report."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..comm.heartbeat import Seen
 
 @dataclass(frozen=True)
 class Rank:
-    """A rank of a run that does not move."""
+    """A rank of a run without progress."""
 
     seen: Seen | None
-    """None where nothing was ever heard of it."""
+    """None where it has never sent a heartbeat."""
     silent_s: float | None
-    """For how long it has given no sign of life; None where it has."""
+    """For how long it has sent no heartbeat; None where it has sent one recently."""
 
 
 def laggards(ranks: Mapping[int, Rank]) -> list[int]:
     """The ranks that the others wait for; none where all wait for each other.
 
-    Who gives no sign of life is stopped, dead or cut off. Else it is who computes while others wait in a
-    collective, or who is in an earlier step.
+    A rank without a heartbeat is stopped, dead or cut off. Otherwise it is one that computes while others
+    wait in a collective, or one that is in an earlier step.
     """
     silent = [rank for rank, found in ranks.items() if found.seen is None or found.silent_s is not None]
     if silent:

@@ -288,7 +288,7 @@ class Trainer:
         return agreed.flag
 
     def _check_trained(self) -> None:
-        """Refuse to end as if something had been learnt."""
+        """Refuse to end as if something had been trained."""
         if not self.trained:
             cut, bad = self.loader.over_long.without_labels, self.loader.bad.count
             raise ValueError(

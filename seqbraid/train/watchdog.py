@@ -1,8 +1,9 @@
-"""The watchdog of a rank: says who holds the run up, and ends what does not move.
+"""The watchdog of a rank: names the rank that holds the run up, and ends a run without progress.
 
-It is a thread of its own, so that it speaks while the training thread is stuck in a forward, in a collective
-or in the loader. Where it cannot run either, since something keeps Python's lock, the other ranks hear no
-beat of this one, and a timer of `faulthandler`, which needs no lock, ends the process a little later.
+It is a thread of its own, so that it can report while the training thread is stuck in a forward, in a
+collective or in the loader. Where it cannot run either, since something holds Python's global lock, the other
+ranks get no heartbeat of this one, and a timer of `faulthandler`, which needs no lock, ends the process a
+little later.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Watchdog:
         known = [s for s in (limits.start, limits.step, limits.loader, limits.stop) if s is not None]
         self.every_s = min(5.0, max(0.1, min(known, default=100.0) / 20))
         self.asked: float | None = None
-        """When this rank was asked to stop, or has heard of it."""
+        """When this rank was asked to stop, or was told of it."""
         self._warned: Place | None = None
         self._interrupts = 0
         self._closed = False

@@ -1,5 +1,5 @@
-"""Parity of the attention blocks alone: sequences cut in two, merged through their LSE, against one whole
-call.
+"""Parity of the attention blocks alone: sequences cut in two, merged through their LSE, against
+one whole call.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ FLOOR = 1e-14
 
 
 def check_blocks(seed: int = 0) -> Parity:
-    """Cut every sequence in two at odd places, compute and merge the blocks, and compare out, LSE and
-    gradients.
+    """Cut every sequence in two at odd places, compute and merge the blocks, and compare out,
+    LSE and gradients.
     """
     generator = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)

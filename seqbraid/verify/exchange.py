@@ -46,9 +46,7 @@ def head_sizes(config: Any) -> HeadSizes | None:
 
 
 def exchange_report(layout: SequenceLayout, name: str) -> Group:
-    """The bytes that each rank sends in one gated-delta layer's forward, by both methods, and which is
-    taken.
-    """
+    """The bytes that each rank sends in one gated-delta layer's forward by both methods; which is used."""
     config = config_of(name)
     text = config.get_text_config()
     sizes = head_sizes(text)

@@ -1,5 +1,5 @@
-"""Deliberate defects, each switched on for the length of a `with`: a check that none of them fails is no
-check.
+"""Deliberate defects, each switched on for the length of a `with`: a check that none of them fails
+is no check.
 
 A mutant replaces one function of the library by one that makes a mistake seen in the wild. Nothing here is
 reachable in a normal run.

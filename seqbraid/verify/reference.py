@@ -179,8 +179,8 @@ def _media_forward(
 
 @contextmanager
 def _clips_alone(model: PreTrainedModel) -> Iterator[None]:
-    """Let the stock audio tower see one clip at a time: beside a longer one it gives a short clip other
-    features.
+    """Let the stock audio tower see one clip at a time: beside a longer one it gives a short
+    clip other features.
     """
     inner: Any = towers_of(model)
     if not hasattr(inner, "audio_tower"):

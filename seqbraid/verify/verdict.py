@@ -15,8 +15,9 @@ ALLOWANCE = 10.0
 """A case holds when every error is within this many times its floor."""
 
 ROUNDINGS = 4.2
-"""No floor is taken to be lower than these many roundings (5e-7 in float32), even where orders agree to the
-bit."""
+"""No floor is taken to be lower than these many roundings (5e-7 in float32), even where orders agree
+to the bit.
+"""
 
 LARGEST_FLOOR = 1e-3
 """Above this a floor would let a defect pass: the number format cannot decide the case."""

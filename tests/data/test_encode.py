@@ -138,7 +138,7 @@ def test_templates_that_forget_media_are_refused(models: Any, folder: Path) -> N
     forgetful.chat_template = processor.chat_template.replace("part.type ~ '_pad|>", "part.type ~ '_pat|>")
     encoder = SampleEncoder(forgetful, model.config, MediaFiles(folder))
     with pytest.raises(
-        ValueError, match="media image, but the chat template writes placeholders for nothing"
+        ValueError, match="conversation has image, but the chat template writes placeholders for nothing"
     ):
         encoder.length(ask({"type": "image", "image": "wide.png"}))
 
@@ -170,7 +170,7 @@ def test_an_encoder_can_be_sent_to_a_worker(models: Any, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "record", "said"),
     [
-        ("llama", ask({"type": "image", "image": "wide.png"}), "text alone"),
+        ("llama", ask({"type": "image", "image": "wide.png"}), "takes only text"),
         ("qwen3_vl", ask({"type": "audio", "audio": "short.wav"}), "takes image, video"),
         ("qwen3_vl", ask({"type": "image", "image": "none.png"}), "none.png"),
         ("qwen3_vl", ask({"type": "image", "image": "short.wav"}), "short.wav"),
@@ -202,7 +202,7 @@ def test_bad_records_are_value_errors(name: str, record: Any, said: str, models:
 def test_a_processor_of_another_model_is_refused(models: Any, folder: Path) -> None:
     media = MediaFiles(folder)
     (vision, vision_processor), (text, tokenizer) = models["qwen3_vl"], models["llama"]
-    with pytest.raises(ValueError, match="text alone"):
+    with pytest.raises(ValueError, match="takes text only"):
         SampleEncoder(vision_processor, text.config, media)
     with pytest.raises(ValueError, match="takes images, videos or audio"):
         SampleEncoder(tokenizer, vision.config, media)

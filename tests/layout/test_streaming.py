@@ -264,7 +264,7 @@ def test_a_state_of_other_settings_is_refused(changed: dict[str, Any], message: 
 def test_a_state_of_another_version_is_refused() -> None:
     state = StreamingPacker(8, length=len).state_dict()
     old = {key: value for key, value in state.items() if key != "drawn"} | {"report": {"drawn": 0}}
-    with pytest.raises(ValueError, match="a version of seqbraid that kept other things of a packer"):
+    with pytest.raises(ValueError, match="a version of seqbraid with another state format"):
         StreamingPacker(8, length=len).load_state_dict(old)
 
 

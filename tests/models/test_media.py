@@ -63,7 +63,7 @@ SHORT_MASK = {"feature_attention_mask": torch.ones(1, 3)}
             SHORT_MASK,
             r"sample 1: feature_attention_mask has shape \(1, 3\), input_features",
         ),
-        ("qwen3_omni", ["audio"], {"feature_attention_mask": None}, "sample 1: input_features come without"),
+        ("qwen3_omni", ["audio"], {"feature_attention_mask": None}, "sample 1: input_features need"),
         ("qwen3_omni", ["audio"], {"input_features": None}, "sample 1 has only one of input_features"),
     ],
 )

@@ -33,7 +33,7 @@ def step(model: PreTrainedModel, samples: list[dict[str, Any]] = SAMPLE) -> sb.S
 def test_a_window_that_attention_does_not_get_is_refused() -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     samples = random_samples([40, 5], 97)
-    with pytest.raises(ValueError, match="sliding_window=8 in its config but does not hand its window"):
+    with pytest.raises(ValueError, match="sliding_window=8 in its config but does not pass its window"):
         step(build("phimoe", sliding_window=8, **experts).eval(), samples)
     assert step(build("phimoe", sliding_window=None, **experts).eval(), samples).loss > 0
 
@@ -264,7 +264,7 @@ def test_the_models_own_mode_is_kept() -> None:
 
 def test_what_is_no_packed_batch_is_refused() -> None:
     model = sb.parallelize(tiny_model("llama"))
-    with pytest.raises(ValueError, match=r"takes what seqbraid.pack gives, not Tensor; .* is .model"):
+    with pytest.raises(ValueError, match=r"takes the output of seqbraid.pack, not Tensor; .* is .model"):
         model(torch.tensor([[1, 2, 3]]))
     config = model.model.config
     for given, message in (

@@ -176,9 +176,9 @@ def test_a_model_or_optimizer_that_does_not_fit_is_refused_untouched(tmp_path: P
     checkpoints.save(2, model, optimizer, STATE)
     path = checkpoints.last()
     cases = [
-        ({"num_hidden_layers": 3}, "lacks model.model.model.layers.2"),
+        ({"num_hidden_layers": 3}, "is missing model.model.model.layers.2"),
         ({"intermediate_size": 64}, r"model.model.model.layers.0.mlp.gate_proj.weight has shape \[64, 32\]"),
-        ({"attention_bias": True}, "lacks model.model.model.layers.0.self_attn.k_proj.bias"),
+        ({"attention_bias": True}, "is missing model.model.model.layers.0.self_attn.k_proj.bias"),
         ({"tie_word_embeddings": True}, "has model.model.lm_head.weight, unknown"),
         ({"dtype": torch.bfloat16}, "embed_tokens.weight is torch.bfloat16, in the checkpoint torch.float32"),
     ]
@@ -193,7 +193,7 @@ def test_a_model_or_optimizer_that_does_not_fit_is_refused_untouched(tmp_path: P
     frozen = dict(other.named_parameters())["model.lm_head.weight"]
     before = whole(other, fresh)
     frozen.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"does not train model.lm_head.weight; the one that was saved did"):
+    with pytest.raises(ValueError, match=r"does not train model.lm_head.weight; the saved one did"):
         checkpoints.load(path, other, fresh)
     assert differences(before, whole(other, fresh)) == []
     with pytest.raises(ValueError, match="not the model's"):
@@ -221,9 +221,7 @@ def test_frozen_parameters_of_known_weights_are_left_out(tmp_path: Path) -> None
     own = dict(again.named_parameters())[frozen].detach().clone()
     before = whole(again, fresh)
     for base in (None, "others"):
-        with pytest.raises(
-            ValueError, match=r"on top of the weights these but the model has (unknown|others)"
-        ):
+        with pytest.raises(ValueError, match=r"on the base weights these but the model has (unknown|others)"):
             Checkpoints(tmp_path, Mesh(), base=base).load(path, again, fresh)
     assert differences(before, whole(again, fresh)) == []
     Checkpoints(tmp_path, Mesh(), base="these").load(path, again, fresh)

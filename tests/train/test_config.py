@@ -137,7 +137,7 @@ def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for key in keys():
         assert f"--{key}" in text, key
-    assert "Tokens of an optimizer step over the whole job" in " ".join(text.split())
+    assert "Global batch size: tokens of an optimizer step over the whole job" in " ".join(text.split())
 
 
 def test_print_config_shows_what_would_be_used(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +173,7 @@ def test_a_key_given_twice_and_an_alias_are_refused(tmp_path: Path, before: list
     cases = {
         YAML + "  checkpointing: none\n": r"config.yaml:12 has 'checkpointing' twice",
         YAML + "out: runs/b\n": r"config.yaml:12 has 'out' twice",
-        BOMB: r"config.yaml:2 has the alias \*a",
+        BOMB: r"config.yaml:2 has the YAML alias \*a",
         "a: [": "config.yaml cannot be read",
     }
     for text, message in cases.items():

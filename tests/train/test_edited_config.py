@@ -32,10 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dtype": "bfloat17"}, "dtype='bfloat17' is no floating-point dtype of torch"),
-        ({"dtype": "Tensor"}, "dtype='Tensor' is no floating-point dtype"),
-        ({"dtype": ["float32"]}, "dtype=.'float32'. is no floating-point dtype"),
-        ({"torch_dtype": "int8"}, "torch_dtype='int8' is no floating-point dtype"),
+        ({"dtype": "bfloat17"}, "dtype='bfloat17' is not a floating-point dtype of torch"),
+        ({"dtype": "Tensor"}, "dtype='Tensor' is not a floating-point dtype"),
+        ({"dtype": ["float32"]}, "dtype=.'float32'. is not a floating-point dtype"),
+        ({"torch_dtype": "int8"}, "torch_dtype='int8' is not a floating-point dtype"),
         ({"attn_implementation": HUB}, f"a kernel of the Hub.*set kernels.attention={HUB}"),
         ({"_attn_implementation": HUB}, f"a kernel of the Hub.*set kernels.attention={HUB}"),
         ({"vocab_size": 50}, "pad_token_id=385, outside its own vocabulary of vocab_size=50"),

@@ -249,7 +249,7 @@ def test_shards_of_two_ranks_are_gathered_on_the_first(tmp_path: Path) -> None:
     for name, p in tiny_media_model("qwen3_vl").named_parameters():
         assert torch.equal(p, again.get_parameter(name)), name
     for raised in ranks.errors(export_on_ranks, 2, "qwen3_vl", str(tmp_path / "out")):
-        assert "is there already" in raised.message
+        assert "exists already" in raised.message
 
 
 def test_a_failed_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,12 +335,12 @@ def test_checkpoints_that_are_not_loaded(tmp_path: Path) -> None:
 
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
     save_file({k: v for k, v in whole.items() if k != name}, weights, metadata={"format": "pt"})
-    refused("lacks")
+    refused("is missing 1 of the 25 weights")
     weights.write_bytes(weights.read_bytes()[:-9])
     refused("not a complete safetensors file")
     weights.unlink()
     torch.save(whole, tmp_path / "pytorch_model.bin")
-    refused("only pytorch_model.bin; weights are read from safetensors alone")
+    refused("only pytorch_model.bin; only safetensors are read")
     save_file(whole, tmp_path.parent / "outside.safetensors", metadata={"format": "pt"})
     index = {"weight_map": dict.fromkeys(whole, "../outside.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))

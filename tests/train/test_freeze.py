@@ -77,8 +77,8 @@ def test_tied_weights_are_frozen_together_or_not_at_all(parts: list[str]) -> Non
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        (["vision"], "'vision' is no part of LlamaForCausalLM; it has language_model, embeddings, head"),
-        (["heads"], "'heads' is no part"),
+        (["vision"], "'vision' is not a part of LlamaForCausalLM; it has language_model, embeddings, head"),
+        (["heads"], "'heads' is not a part"),
         (["re:qqq"], "matches no parameter"),
         (["re:("], "not a regular expression"),
         (["language_model", "embeddings", "head"], "leaves no parameter"),

@@ -102,7 +102,7 @@ def test_a_run_does_not_go_on_with_a_model_that_was_edited(model: Path, tmp_path
         shutil.rmtree(tmp_path / "model")
         shutil.copytree(model, tmp_path / "model")
         edit(tmp_path / "model")
-        with pytest.raises(ValueError, match=f"step-00000001 was trained with {message} = .*set it back"):
+        with pytest.raises(ValueError, match=f"step-00000001 was trained with {message} = .*restore it"):
             train(longer)
     shutil.rmtree(tmp_path / "model")
     shutil.copytree(model, tmp_path / "model")

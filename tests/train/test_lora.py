@@ -106,7 +106,7 @@ def test_a_saved_adapter_is_the_one_in_memory(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         save_adapter(braided, tmp_path / "c")
 
 
@@ -184,9 +184,9 @@ def test_targets_are_the_decoders_unless_a_tower_is_named(targets: Any, expected
     [
         (["lm_head"], "the loss reads the head's weight"),
         (["re:."], "the loss reads the head's weight"),
-        (["conv1d"], "no linear layer of the decoder; it has down_proj, gate_proj"),
+        (["conv1d"], "not a linear layer of the decoder; it has down_proj, gate_proj"),
         (["qkv"], "towers are named by"),
-        (["embed_tokens"], "no linear layer"),
+        (["embed_tokens"], "not a linear layer"),
         (["re:)"], "not a regular expression"),
         ([], "targets is empty"),
     ],

@@ -49,7 +49,7 @@ def test_what_a_run_says_is_escaped(
     logging.getLogger("seqbraid.train").warning("a logger says %s", CLEAR)
     said = "".join(capfd.readouterr())
     parts = {
-        "reading the model": f"of{SHOWN}others\\x9b1A",
+        "loading the model": f"of{SHOWN}others\\x9b1A",
         "skipped a bad sample": f"a{SHOWN}.jsonl:5: the record has the unknown key 'key{SHOWN}'",
         "dropped it": f"a{SHOWN}.jsonl:6",
         "seqbraid export": f"of{SHOWN}others\\x9b1A",

@@ -110,10 +110,10 @@ def test_a_run_is_drawn_and_summed_up(tmp_path: Path) -> None:
         "Waiting for data", "Padding",
     }  # fmt: skip
     loss = curves(drawn["Loss"])
-    assert set(loss) == {"run", "run, held out"}
+    assert set(loss) == {"run", "run, eval"}
     (x0, y0), (x1, y1), (x2, y2) = loss["run"]
     assert x1 - x0 == pytest.approx(x2 - x1) and (y1 - y0) == pytest.approx(2 * (y2 - y1), abs=0.02)
-    assert loss["run, held out"] == [(x2, pytest.approx((y1 + y2) / 2, abs=0.02))]
+    assert loss["run, eval"] == [(x2, pytest.approx((y1 + y2) / 2, abs=0.02))]
     assert len(list(drawn["Loss"].iter(f"{SVG}circle"))) == 1, "a single evaluation is a dot"
     marks = [
         mark.findtext(f"{SVG}title") for mark in drawn["Loss"].iter(f"{SVG}g") if mark.get("class") == "mark"

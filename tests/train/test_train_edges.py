@@ -224,11 +224,11 @@ def test_a_run_without_a_label_stops(folder: Path, tmp_path: Path) -> None:
     write(folder / "no_label.jsonl", [_late(n) for n in range(6)])
     found = config(folder, tmp_path / "run", "no_label", {"batch_tokens": ROW})
     found = replace(found, data=replace(found.data, over_long="truncate"))
-    assert "nothing was trained: 4 samples have none among" in errors(train, 1, found)[0].message
+    assert "nothing was trained: 4 samples have no label among" in errors(train, 1, found)[0].message
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
     of_epochs = replace(found, out=f"{found.out}s", train=replace(found.train, steps=None, epochs=1))
     for error in errors(train, 2, replace(of_epochs, mesh=DATA_RANKS)):
-        assert "6 have no label among the first row_tokens tokens: raise data.row_tokens" in error.message
+        assert "6 have no label in the part that a row holds: raise row_tokens" in error.message
 
 
 def test_a_best_that_cannot_be_written_does_not_stop_a_run_that_goes_on(folder: Path, tmp_path: Path) -> None:

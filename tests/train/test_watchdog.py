@@ -83,7 +83,8 @@ def train_with(config: TrainConfig, rank: int, do: Callable[[], None] | None) ->
 
 @pytest.mark.parametrize(
     ("do", "said"),
-    [(stuck_in_forward, "holds the run up: step 2, forward and backward of micro-batch 1 of 1, at stuck_in_"),
+    [(stuck_in_forward,
+      "is holding up the run: step 2, forward and backward of micro-batch 1 of 1, at stuck_in_"),
      (stop_self, "has sent no heartbeat for")],
 )  # fmt: skip
 def test_a_rank_that_hangs_in_its_forward_is_named(
@@ -223,8 +224,8 @@ def test_who_lags() -> None:
     assert laggards({0: busy}) == [0]
     assert laggards({0: busy, 1: busy}) == []
     text = describe({0: waiting, 1: waiting})
-    assert text.startswith("ranks 0, 1 wait in step 5, the update: all_gather (x.py:1); no rank lags")
-    assert "no rank lags: their collectives do not match" in text
+    assert text.startswith("ranks 0, 1 wait in step 5, the update: all_gather (x.py:1); no rank is behind")
+    assert "no rank is behind: their collectives do not match" in text
     text = describe({0: busy, 1: busy})
     assert "none of them waits for another" in text and "collectives" not in text
     assert describe({0: waiting, 1: Rank(None, 9.0)}).startswith("rank 1 has never sent a heartbeat; ")

@@ -1,7 +1,7 @@
-"""A conversation through the model's own chat template, and which of its characters are learnt.
+"""A conversation through the model's own chat template, and the label mask over its characters.
 
-Learnt is what the model would generate: what follows the generation prompt, up to and with the token that
-ends the turn, of the assistant turns with loss.
+It covers what the model would generate: from the end of the generation prompt to the token that ends the
+turn, included, of the assistant turns with loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Rendered(NamedTuple):
 
     text: str
     spans: list[Span]
-    """Characters that are learnt, one span for each turn with loss."""
+    """Characters with labels, one span for each turn with loss."""
     without_reasoning: int = 0
     """Turns with loss that have reasoning in the record, and none in the text."""
 
@@ -52,7 +52,7 @@ class ChatTemplate:
         self.template = template
 
     def render(self, conversation: Conversation) -> Rendered:
-        """The text of a conversation and what is learnt of it."""
+        """The text of a conversation and which of it has labels."""
         self._check_special(conversation)
         messages = [_message(turn) for turn in conversation.turns]
         tools = [dict(tool) for tool in conversation.tools] or None

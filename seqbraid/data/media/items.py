@@ -43,7 +43,7 @@ class MediaOptions:
     min_frames: int | None = None
     max_frames: int | None = None
     use_audio_in_video: bool = False
-    """Give a video's sound to the model too, where the model can hear."""
+    """Use the audio of videos too, for models with an audio encoder."""
 
     def image(self) -> dict[str, Any]:
         """In the words of a content part."""
@@ -139,8 +139,8 @@ class MediaReader:
         for ref in refs:
             if ref.kind not in self.kinds:
                 raise ValueError(
-                    f"the conversation has the {ref.kind} {ref.source!r}, but the model takes "
-                    f"{', '.join(self.kinds) or 'text alone'}"
+                    f"the conversation has the {ref.kind} {ref.source!r}, but the model takes only "
+                    f"{', '.join(self.kinds) or 'text'}"
                 )
             if ref.kind == "image":
                 items.images.append(self._image(ref))

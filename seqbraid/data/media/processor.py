@@ -112,8 +112,9 @@ def _load_without_torchvision(folder: Path, name: str, options: Mapping[str, Any
 
 
 def _video_values(folder: Path, processor_values: Mapping[str, Any]) -> dict[str, Any]:
-    """Where transformers looks, in its order: the processor's file, the video processor's, the image
-    processor's."""
+    """Where transformers looks, in its order: the processor's file, the video processor's,
+    the image processor's.
+    """
     found = processor_values.get("video_processor")
     for name in PROCESSOR_FILES[:0:-1]:
         if found is None and (folder / name).is_file():

@@ -56,7 +56,7 @@ EXTRA = ("tool_calls", "reasoning_content", "name", "tool_call_id")
 """Keys of a message that chat templates read beside role and content."""
 
 LOSS_KEYS = ("loss", "train", "weight")
-"""How a message says whether it is learnt; `weight` is OpenAI's name for it."""
+"""Keys that say whether a message has labels; `weight` is OpenAI's name for it."""
 
 _Draft = tuple[str, Role, list[Any], Mapping[str, Any]]
 """Where a turn stands, its role, its parts (a marker may still be among them), and its message."""

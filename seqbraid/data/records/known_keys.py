@@ -36,7 +36,7 @@ def known_keys(
 
 
 def refuse_preferences(item: Mapping[Any, Any], ignored: Collection[str], where: str) -> None:
-    """Refuse answers that are not to be learnt as they stand."""
+    """Refuse preference data, whose answers must not all be trained on."""
     for key, value in item.items():
         rates = isinstance(key, str) and (key == LABEL or key.startswith(RATED))
         if rates and key not in ignored and not is_absent(value):

@@ -26,7 +26,7 @@ def parse_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
 def check_tool_calls(calls: Any, role: str, where: str) -> None:
     """Refuse calls that chat templates could not write."""
     if role != "assistant":
-        raise ValueError(f"{where} stands on a {role} turn; only the assistant calls tools")
+        raise ValueError(f"{where} stands on a {role} turn; only assistant turns call tools")
     if not isinstance(calls, list):
         raise ValueError(f"{where} is a list, not {show(calls)}")
     for number, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: nothing is guessed, and what is damaged is said."""
+"""Which checkpoint a run resumes from: nothing is guessed, and damage is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def check_resume(resume: str) -> None:
 
 
 def choose(root: Path, resume: str) -> Path | None:
-    """The folder to go on from, by sizes; None to begin anew. Not for `latest-intact`, which reads it all."""
+    """The folder to resume from, by sizes; None to start over. Not for `latest-intact`, which
+    reads it all.
+    """
     found = files.found_in(root)
     if resume == "never" and found:
         raise ValueError(f"{root} has checkpoints ({_names(found)}) and resume is 'never'; give another out")

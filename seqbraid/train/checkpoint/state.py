@@ -23,8 +23,8 @@ from .index import DTYPES, Index
 
 
 def model_tensors(model: nn.Module, frozen: bool = True) -> dict[str, Tensor]:
-    """Parameters, frozen ones only if asked for, and persistent buffers as they lie on this rank; tied ones
-    once.
+    """Parameters, frozen ones only if asked for, and persistent buffers as they lie on this rank;
+    tied ones once.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -69,7 +69,7 @@ def train_and_held_out(digits: Digits, seed: int) -> tuple[Digits, Digits]:
 
 
 def make_sample(digits: Digits) -> Sample:
-    """Each image, as its placeholder tokens, and then its digit, which alone is to be learnt."""
+    """Each image, as its placeholder tokens, and then its digit, the only token with a label."""
     num_digits = len(digits)
     around = torch.tensor([VISION_START, *[IMAGE] * IMAGE_TOKENS, VISION_END]).expand(num_digits, -1)
     ids_ND = torch.cat([around, digits.labels[:, None]], dim=1)

@@ -95,7 +95,7 @@ class Trained:
 
 
 def train_split(settings: Settings) -> Trained:
-    """On every rank: rows packed, split over `ring × ulysses` ranks, and learnt together."""
+    """On every rank: train on packed rows, split over `ring × ulysses` ranks."""
     prepare()
     held_out = settings.digits()[1]
     mesh = Mesh(ring=settings.ring, ulysses=settings.ulysses)

@@ -240,7 +240,10 @@ SHARED = chat_of(CHATML)
         (CHATML.replace("+ m.content +", "+ m.content + m.content +"), "repeats turn 0"),
         (CHATML.replace("in messages -", "in messages | reverse -"), "another order"),
         (CHATML.replace("in messages -", "in messages[-2:] -"), "drops turn 0"),
-        (CHATML.replace("m.content", "(m.content | length | string) + m.content"), "something else"),
+        (
+            CHATML.replace("m.content", "(m.content | length | string) + m.content"),
+            "renders a turn differently",
+        ),
         (CHATML[: CHATML.index("{%- if add")], "no generation prompt"),
         (CHATML.replace("'<|im_start|>assistant", "'<|im_start|>user"), "prompts for it"),
         (GENERATION.replace("in messages -", "in messages[2:] -"), "drops turn 0"),

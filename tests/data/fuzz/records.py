@@ -179,7 +179,7 @@ def wrong_turns() -> Iterator[Case]:
         "loss is two": ([QUESTION, {**ANSWER, "loss": 2}], "true or false"),
         "loss and weight": ([QUESTION, {**ANSWER, "loss": True, "weight": 1}], "both `loss` and `weight`"),
         "loss scale": ([QUESTION, {**ANSWER, "loss_scale": 0.5}], "loss_scale is not supported"),
-        "user calls a tool": ([{**QUESTION, "tool_calls": [{}]}, ANSWER], "only the assistant calls"),
+        "user calls a tool": ([{**QUESTION, "tool_calls": [{}]}, ANSWER], "only assistant turns call tools"),
         "loss and train": ([QUESTION, {**ANSWER, "loss": 1, "train": True}], "both `loss` and `train`"),
         "train false": ([QUESTION, {**ANSWER, "train": False}], "nothing to train on"),
         "turn's unknown key": ([QUESTION, {**ANSWER, "los": False}], "'los'.*did you mean 'loss'"),

@@ -278,7 +278,7 @@ def test_urls_are_read_where_they_are_allowed_and_only_http(root: Path, server: 
         MediaFiles(root, allow_urls=True, max_bytes=100).image(f"{server}/good.png")
     refused = {
         f"{server}/none.png": "404",
-        f"{server}/cut.png": "early|Incomplete",
+        f"{server}/cut.png": "before its announced length|Incomplete",
         f"{server}/to/file": "image",
         f"{server}/to/ftp": "image",
         f"file://{root}/good.png": "not an http or https URL",

@@ -125,7 +125,7 @@ def test_keys_that_are_to_be_ignored_are_and_no_others() -> None:
     for key in sorted(ignored):
         with pytest.raises(ValueError, match=key):
             parse_conversation(record, ignored - {key})
-    with pytest.raises(ValueError, match="ignore_keys has loss, which is read"):
+    with pytest.raises(ValueError, match="ignore_keys has loss, which is used"):
         check_ignored(["id", "loss"])
 
 

@@ -94,7 +94,9 @@ def test_wrong_ranks_are_refused(folder: Path) -> None:
         sb.pack([{**part, "media_ranks": [0]}], encoder.config)
     with pytest.raises(ValueError, match="image 1 of sample 0 is to be encoded by rank 1, but there are 1"):
         sb.pack([part], encoder.config)
-    with pytest.raises(ValueError, match="of sample 1 has no rank that encodes it, but others of the row"):
+    with pytest.raises(
+        ValueError, match="of sample 1 has no rank that encodes it, but other items of the row"
+    ):
         sb.pack([encoder.encode(files, [0, 0], 0), encoder.encode(files)], encoder.config)
     with pytest.raises(ValueError, match="pixel_values has 48 patches, but this rank's media have 96"):
         sb.pack([{**part, "media_ranks": [0, 0]}], encoder.config)

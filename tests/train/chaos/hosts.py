@@ -14,7 +14,7 @@ from .kills import Kill, Pace, kill_all
 
 STEP_LIMIT_S = 30
 """How long a step may take, which is how long it takes to see that a host is gone."""
-SIGN = "has given no sign of life"
+SIGN = "has sent no heartbeat"
 
 
 def why_no_hosts() -> str:
