@@ -243,16 +243,8 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step += 1
         self.trained += 1
-        counts = StepCounts(
-            agreed.counts["tokens"],
-            agreed.label_tokens,
-            agreed.counts["physical_tokens"],
-            correct=int(out.correct_tokens),
-            flops=1e6 * agreed.counts["megaflops"],
-            experts=out.expert_load,
-        )
         metrics = self.meter.step(
-            counts,
+            StepCounts.of(agreed, out),
             loss=loss,
             grad_norm=norm,
             lr=rate,
