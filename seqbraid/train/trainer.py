@@ -14,6 +14,7 @@ import torch
 from ..comm.consensus import check_alike, gather_objects, raised_by_all
 from ..comm.whereabouts import Stopped, Whereabouts
 from ..data.stream.loader import StepData
+from ..distributed.gradients import clip_gradients, gradient_norm
 from ..mesh import Mesh
 from ..models.agreement import Agreed
 from ..models.step import Step, agree_on, forward_backward
@@ -31,8 +32,6 @@ from .metrics import StepCounts, StepMeter
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
 from .optimizer import (
     MasterAdamW,
-    clip_gradients,
-    gradient_norm,
     gradients_of,
     make_optimizer,
 )
