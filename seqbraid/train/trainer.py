@@ -13,6 +13,7 @@ import torch
 from ..comm.consensus import check_alike, gather_objects, raised_by_all
 from ..comm.whereabouts import Stopped, Whereabouts
 from ..data.stream.loader import StepData
+from ..distributed.gradients import gradient_norm
 from ..mesh import Mesh
 from ..models.agreement import Agreed
 from ..models.step import Step, agree_on, forward_backward
@@ -30,7 +31,6 @@ from .metrics import StepCounts, StepMeter
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
 from .optimizer import (
     MasterAdamW,
-    gradient_norm,
     gradients_of,
     make_optimizer,
     update,
@@ -241,22 +241,14 @@ class Trainer:
         update(self.optimizer, gradients, norm, config.clip_norm, rate)
         self.step += 1
         self.trained += 1
-        counts = StepCounts(
-            agreed.counts["tokens"],
-            agreed.label_tokens,
-            agreed.counts["physical_tokens"],
-            correct=int(out.correct_tokens),
-            flops=1e6 * agreed.counts["megaflops"],
-        )
         metrics = self.meter.step(
-            counts,
+            StepCounts.of(agreed, out),
             loss=loss,
             grad_norm=norm,
             lr=rate,
             data_wait_s=data.wait_s,
             epoch=data.epoch,
             fill=data.fill,
-            expert_load=out.expert_load,
         )
         self._after_step(metrics, agreed.flag)
         return agreed.flag
