@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from math import lcm
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,6 +64,7 @@ def _add_layout(commands: Commands) -> None:
     parser.add_argument("--lengths", type=_lengths, required=True, help="sequence lengths, e.g. 900,300,40")
     parser.add_argument("--ring", type=int, default=1)
     parser.add_argument("--ulysses", type=int, default=1)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share a rank's tokens and heads")
     parser.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
     parser.add_argument(
         "--multiple-of", type=int, default=1, help="round a rank's tokens up to a multiple of this"
@@ -74,7 +76,7 @@ def _add_layout(commands: Commands) -> None:
         "--model",
         help=(
             "a tiny model (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers and "
-            "experts send"
+            "experts and tensor parallel ranks send"
         ),
     )
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts of --model")
@@ -88,7 +90,13 @@ def _layout(args: argparse.Namespace) -> int:
     from .layout.render import layout_svg, layout_table
 
     layout = SequenceLayout(
-        args.lengths, args.ring, args.ulysses, args.policy, args.multiple_of, args.pad_to, args.fp8
+        args.lengths,
+        args.ring,
+        args.ulysses,
+        args.policy,
+        lcm(args.multiple_of, args.tp),
+        args.pad_to,
+        args.fp8,
     )
     shown: list[RenderableType] = [layout_table(layout)]
     if args.model:
@@ -97,7 +105,7 @@ def _layout(args: argparse.Namespace) -> int:
             expert_report,
         )  # imports transformers, which takes a while
 
-        shown.append(exchange_report(layout, args.model))
+        shown.append(exchange_report(layout, args.model, args.tp))
         if args.ep > 1:
             shown.append(expert_report(layout, args.model, args.ep))
     Console().print(*shown)
@@ -120,7 +128,7 @@ def _add_verify(commands: Commands) -> None:
         help=("sequence length of each sample; by default a mix of short and long ones"),
     )
     parser.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
-    for axis in ("ring", "ulysses", "dp_shard"):
+    for axis in ("ring", "ulysses", "tp", "dp_shard"):
         flag = "--" + axis.replace("_", "-")
         parser.add_argument(flag, type=int, default=1, help=f"ranks on the {axis} axis, under torchrun")
     parser.add_argument(
@@ -147,7 +155,7 @@ def _verify(args: argparse.Namespace) -> int:
     from .verify.report import print_mutants, print_parity
     from .verify.run import load_model, verify_model, verify_mutants
 
-    mesh = Mesh(ring=args.ring, ulysses=args.ulysses, dp_shard=args.dp_shard, ep=args.ep)
+    mesh = Mesh(ring=args.ring, ulysses=args.ulysses, tp=args.tp, dp_shard=args.dp_shard, ep=args.ep)
     model = load_model(args.model, args.seed)
     if mesh.world_size > 1:
         join_on_cpu("verify")

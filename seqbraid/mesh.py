@@ -164,6 +164,17 @@ class Mesh:
         return self.ring_rank * self.ulysses + self.ulysses_rank
 
     @property
+    def row_size(self) -> int:
+        """Ranks that see the same samples of a stage: `ring × ulysses × tp`. Each holds other tokens of the
+        row between mixers and MLPs, and encodes other media."""
+        return self.sequence_size * self.tp
+
+    @property
+    def row_rank(self) -> int:
+        """Place among them."""
+        return self.sequence_rank * self.tp + self.axis_rank("tp")
+
+    @property
     def data_world_size(self) -> int:
         """How many groups of ranks see different samples."""
         return self.dp_replicate * self.dp_shard
@@ -214,9 +225,10 @@ class Mesh:
     def device_meshes(self) -> dict[str, DeviceMesh]:
         """Torch's meshes by name, made by all ranks together on first use; none for one process.
 
-        One for each axis, and `sequence` (ring × ulysses), `loss` (data × sequence), `fsdp` (what shares
-        parameters: dp_shard × ring × ulysses, with dp_replicate as a second axis where it is used), `parts`
-        (ranks that hold different parts of the model); with experts `ep`, and `efsdp` as `fsdp` is.
+        One for each axis, and `sequence` (ring × ulysses), `row` (sequence × tp), `loss` (data × sequence),
+        `fsdp` (what shares parameters that tp cuts: dp_shard × ring × ulysses, with dp_replicate as a second
+        axis where it is used), `tokens` (what shares all others: fsdp × tp, flattened), `parts` (ranks that
+        hold different parts of the model); with experts `ep`, and `efsdp` as `fsdp` is.
         """
         if self.world_size == 1:
             return {}
@@ -226,14 +238,23 @@ class Mesh:
         root = init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
         meshes = {axis: root[axis] for axis in AXES}
         meshes["sequence"] = root["ring", "ulysses"]._flatten()
+        meshes["row"] = root["ring", "ulysses", "tp"]._flatten("row") if self.tp > 1 else meshes["sequence"]
         meshes["loss"] = root["dp_replicate", "dp_shard", "ring", "ulysses"]._flatten()
         parts = tuple(axis.name for axis in TABLE if axis.holds_other_parts)
         meshes["parts"] = root[parts]._flatten("parts")
         if self.dp_replicate > 1:
-            sizes = {"shard": self.dp_shard * self.sequence_size, "tp": self.tp}
-            meshes["fsdp"] = self._outside_of(sizes, device_type)["dp_replicate", "shard"]
+            shards = self.dp_shard * self.sequence_size
+            outside = self._outside_of({"shard": shards, "tp": self.tp}, device_type)
+            # A tensor has one root: what tp cuts is sharded on a mesh beside that of its cut.
+            meshes["fsdp"], meshes["tp"] = outside["dp_replicate", "shard"], outside["tp"]
+            meshes["tokens"] = meshes["fsdp"]
+            if self.tp > 1:
+                tokens = self._outside_of({"shard": shards * self.tp}, device_type)
+                meshes["tokens"] = tokens["dp_replicate", "shard"]
         else:
-            meshes["fsdp"] = root["dp_shard", "ring", "ulysses"]._flatten()
+            meshes["fsdp"] = meshes["tokens"] = root["dp_shard", "ring", "ulysses"]._flatten()
+            if self.tp > 1:
+                meshes["tokens"] = root["dp_shard", "ring", "ulysses", "tp"]._flatten("tokens")
         if self.ep > 1:
             experts = self._outside_of({"shard": self.expert_shards, "ep": self.ep}, device_type)
             replicated = self.dp_replicate > 1

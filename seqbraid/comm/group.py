@@ -10,6 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 gave them new names, and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -46,11 +50,35 @@ class Group:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the group, in a new tensor."""
+        return self._all_reduce(x, dist.ReduceOp.SUM)
+
+    def maximum(self, x: Tensor) -> Tensor:
+        """The largest of each number over the group, in a new tensor."""
+        return self._all_reduce(x, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
             return x
         total = x.clone()
-        dist.all_reduce(total, group=self.handle)
+        dist.all_reduce(total, operation, group=self.handle)
         return total
+
+    def all_gather_rows(self, x: Tensor, name: str) -> Tensor:
+        """The rows `[…, n · size, D]` of all, one rank behind the other, given `[…, n, D]` of each."""
+        self.sent[name] += (self.size - 1) * x.nbytes
+        out = x.new_empty(*x.shape[:-2], x.shape[-2] * self.size, x.shape[-1])
+        _all_gather(out.view(-1, x.shape[-1]), x.contiguous().view(-1, x.shape[-1]), group=self.handle)
+        return out
+
+    def reduce_scatter_rows(self, x: Tensor, name: str) -> Tensor:
+        """This rank's rows `[…, n, D]` of the sum over the group of `[…, n · size, D]`."""
+        own = x.shape[-2] // self.size
+        self.sent[name] += (self.size - 1) * (x.nbytes // self.size)
+        if self.through_host(x):  # gloo scatters no sums from a GPU
+            return self.all_reduce(x).narrow(-2, self.rank * own, own).clone()
+        out = x.new_empty(*x.shape[:-2], own, x.shape[-1])
+        _reduce_scatter(out.view(-1, x.shape[-1]), x.contiguous().view(-1, x.shape[-1]), group=self.handle)
+        return out
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Everybody's tensor, all of one shape, in rank order."""

@@ -61,7 +61,7 @@ def pack(
     """
     mesh = Mesh() if mesh is None else mesh
     try:
-        row = build_row(samples, config, check_media, mesh.sequence_rank)
+        row = build_row(samples, config, check_media, mesh.row_rank)
         if plans is None:
             plans = plan_row(row.lengths, config, mesh, policy, multiple_of, pad_to, fp8)
         return row.split(plans)
@@ -88,7 +88,7 @@ def plan_row(
     tensor([ 2,  3,  4, -1,  6,  7])
     """
     layout = SequenceLayout(lengths, mesh.ring, mesh.ulysses, policy, lcm(multiple_of, mesh.tp), pad_to, fp8)
-    plans = RowPlans(layout, mesh.sequence_rank)
+    plans = RowPlans(layout, mesh.sequence_rank, mesh.tp, mesh.axis_rank("tp"))
     prepare_plans(plans, config)
     return plans
 

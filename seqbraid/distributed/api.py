@@ -78,12 +78,10 @@ def check_model(model: Any, mesh: Mesh) -> None:
     """Refuse what is no stock model, and axes that are to come."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"parallelize takes a PreTrainedModel of transformers, not {type(model).__name__}")
-    for axis in ("pp", "tp"):
-        if getattr(mesh, axis) > 1:
-            raise ValueError(
-                f"{axis}={getattr(mesh, axis)} is not supported yet; use 1, and dp_shard, ring, ulysses or "
-                "ep instead"
-            )
+    if mesh.pp > 1:
+        raise ValueError(
+            f"pp={mesh.pp} is not supported yet; use 1, and dp_shard, ring, ulysses, tp or ep instead"
+        )
 
 
 def _alike(

@@ -22,6 +22,7 @@ from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..plan.units import Units
 from .experts import experts_shard, place_experts
+from .tensor import share_matrices
 
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 """What a step may be computed in. float16 would need its loss scaled."""
@@ -53,14 +54,16 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
     _check_same_weights(model, mesh)
     if mesh.ep > 1:
         place_experts(model.parts, mesh)
-    meshes = mesh.device_meshes if mesh.world_size > 1 else {"fsdp": _mesh_of_one()}
+    if model.tensor is not None:
+        share_matrices(model)
+    meshes = mesh.device_meshes or dict.fromkeys(("fsdp", "tokens"), _mesh_of_one())
     # Gradients of narrower parameters are summed in float32 as well.
     policy = MixedPrecisionPolicy(reduce_dtype=_reduce_dtype(model))
     if compute_dtype is not None:
         # Inputs are not cast: the embeddings start in the right type, as in a stock model of that type, and
         # the casting would rebuild every dataclass among a layer's arguments, the step's context included.
         policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    units = Units.of(model.parts, mesh.ep)
+    units = Units.of(model.parts, mesh.ep, model.tensor)
     for unit in reversed(units.units):  # those within others first
         fully_shard(
             unit.module,
@@ -69,7 +72,7 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
             reshard_after_forward=not unit.stays_for_backward,
             shard_placement_fn=partial(experts_shard, mesh.expert_shards) if unit.axes == "efsdp" else None,
         )
-    fully_shard(model, mesh=meshes["fsdp"], mp_policy=policy)
+    fully_shard(model, mesh=meshes[units.rest_axes], mp_policy=policy)
     _prefetch(model, units)
     for module in model.modules():
         if isinstance(module, FSDPModule):

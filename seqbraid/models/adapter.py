@@ -25,11 +25,12 @@ from .experts import BraidedExperts, are_experts, braid_experts, count_of_all
 from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
 from .head import check_nothing_around, check_plain, refuse_adapter
-from .mixers import gated_delta_sizes
+from .mixers import gated_delta_sizes, local_heads
 from .parts import ModelParts
 from .randomness import no_random_numbers, refuse_random_layers
 from .router import check_router_loss
 from .running import bind_layer, running, unbind
+from .tensor import TensorPlan
 
 MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
 """Kinds of layers that we know to keep packed samples apart in."""
@@ -87,11 +88,13 @@ class Adapter:
 
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
         """What the mesh requires of the model, checked before any communication."""
+        if mesh.tp > 1:
+            TensorPlan.of_mesh(self.parts, mesh)
         if mesh.ep > 1:
             check_experts(self.parts, mesh.ep)
         for layer in self.parts.layers:
             if layer.mixer is not None and layer.kind != "gated_delta":
-                heads = self.parts.heads(layer)
+                heads = local_heads(self.parts.heads(layer), mesh.tp, mesh.axis_rank("tp"))
                 SoftmaxHeads(heads.num_queries, heads.num_keys, mesh.ulysses)
         if gated_delta not in CHOICES:
             choices = ", ".join(repr(choice) for choice in CHOICES)
@@ -99,7 +102,7 @@ class Adapter:
         if gated_delta == "heads":
             for module in self.gated_delta:
                 sizes = gated_delta_sizes(module)
-                GatedDeltaHeads(sizes.num_keys, sizes.num_values, mesh.sequence_size)
+                GatedDeltaHeads(sizes.num_keys // mesh.tp, sizes.num_values // mesh.tp, mesh.sequence_size)
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""

@@ -85,6 +85,11 @@ def check_batch(batch: Any, mesh: Mesh) -> None:
             f"ulysses={layout.ulysses}; this is rank {mesh.sequence_rank} of ring={mesh.ring} × "
             f"ulysses={mesh.ulysses}: pass the model's mesh to pack"
         )
+    if (batch.plans.tp, batch.plans.tp_rank) != (mesh.tp, mesh.axis_rank("tp")):
+        raise ValueError(
+            f"the batch was packed for rank {batch.plans.tp_rank} of tp={batch.plans.tp}; this is rank "
+            f"{mesh.axis_rank('tp')} of tp={mesh.tp}: pass the model's mesh to pack"
+        )
 
 
 NUMBERS = {

@@ -110,7 +110,7 @@ class Row:
             int((self.targets != IGNORE).sum()),
             self._fingerprint(layout),
             layout.shard(self._keys(), rank),
-            None if self.media is None else MediaBatch.of(layout, self.media, rank),
+            None if self.media is None else MediaBatch.of(plans, self.media),
         )
 
     def _keys(self) -> Tensor:

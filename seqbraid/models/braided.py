@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -17,7 +18,9 @@ from transformers import PreTrainedModel
 
 from ..comm.consensus import agree
 from ..comm.group import Group
+from ..comm.tokens import gather_tokens
 from ..mesh import Mesh
+from ..ops.cross_entropy import VocabularyShard
 from ..ops.kernels import KernelOptions
 from ..ops.linear_cross_entropy import LossSums, linear_cross_entropy
 from ..ops.table import make_kernels
@@ -34,11 +37,14 @@ from .agreement import (
 )
 from .backward_once import backward_once
 from .batch import PackedBatch
+from .dropout import active_dropout
 from .head import call_with_head
 from .media_adapter import make_adapter
 from .output import ExpertLoad, LocalLoss, StepOutput
 from .parts import ModelParts
 from .router import load_balancing_loss
+from .tensor import TensorPlan, vocabulary_rows
+from .tensor_parts import own_part
 from .unchanged import Unchanged
 
 ReduceGradients = Literal["each", "once"]
@@ -74,6 +80,8 @@ class BraidedModel(nn.Module):
         self._until_release = ExitStack()
         self._adapter = make_adapter(model)
         self._adapter.check_mesh(mesh, gated_delta)
+        self.tensor = None if mesh.tp == 1 else TensorPlan.of_mesh(self._adapter.parts, mesh)
+        """What tensor parallel ranks share; None for one."""
         self.kernels = make_kernels(kernels, self._adapter.stock_attention)
         self._unchanged = Unchanged(model)
         self.groups: dict[str, Group] = {}
@@ -81,11 +89,8 @@ class BraidedModel(nn.Module):
 
     def join_groups(self) -> None:
         """Find the groups of this rank, which all ranks make together."""
-        self.groups = {
-            axis: Group.of(self.mesh.process_group(axis)) for axis in ("ring", "ulysses", "sequence", "loss")
-        }
-        if self.mesh.ep > 1:
-            self.groups["ep"] = Group.of(self.mesh.process_group("ep"))
+        names = ("ring", "ulysses", "sequence", "row", "tp", "loss", *(["ep"] if self.mesh.ep > 1 else []))
+        self.groups = {name: Group.of(self.mesh.process_group(name)) for name in names}
         for experts in self._adapter.experts:
             experts.group = self.groups.get("ep", experts.group)
 
@@ -154,10 +159,11 @@ class BraidedModel(nn.Module):
             top_k = self._adapter.config.num_experts_per_tok
             # Per row, weighted by the row's labels: no mesh and no accumulation changes it.
             weight = batch.label_tokens / max(1, label_tokens)
-            aux = weight * load_balancing_loss(
-                decoded.router_logits, batch.real, top_k, self.groups["sequence"]
-            )
+            real = batch.real[batch.plans.share]
+            aux = weight * load_balancing_loss(decoded.router_logits, real, top_k, self.groups["row"])
             share = share + self._adapter.config.router_aux_loss_coef * aux
+            # Of all tokens of the tp ranks, as the other sums are.
+            aux = self.groups["tp"].all_reduce(aux.detach())
         # In float64, where the count of correct tokens is exact.
         found = torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)])
         return LocalLoss(share, found, decoded.expert_counts)
@@ -225,7 +231,8 @@ class BraidedModel(nn.Module):
     def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
         """`logits`, with the parameters at hand."""
         hidden_TD = self._decode(batch, with_router=False, seed=0).hidden_TD
-        parts = self.groups["sequence"].all_gather(self.parts.head(hidden_TD))
+        logits_TV = call_with_head(self.parts.head, self._logits, gather_tokens(hidden_TD, self.groups["tp"]))
+        parts = self.groups["sequence"].all_gather(logits_TV)
         row = batch.layout.unshard(parts)
         return list(row.split(list(batch.layout.lengths)))
 
@@ -280,24 +287,49 @@ class BraidedModel(nn.Module):
 
     def _loss(self, hidden_TD: Tensor, batch: PackedBatch, own: LossFunction | None) -> LossSums:
         """The sum of this rank's losses, by a function of the user's own if there is one."""
+        if own is not None and self.mesh.tp > 1:
+            raise ValueError(
+                f"a loss of your own reads the whole head, which tp={self.mesh.tp} cuts; use tp=1 for it"
+            )
 
         def loss(hidden_TD: Tensor, head: nn.Linear) -> LossSums:
             if own is not None:
                 found = own(hidden_TD, head, batch)
                 return LossSums(found, torch.zeros_like(found))
+            weight, bias, shard = own_part(head.weight), own_part(head.bias), self._vocabulary_shard()
             return linear_cross_entropy(
-                hidden_TD, head.weight, batch.targets, head.bias, self.loss_chunk, kernels=self.kernels
+                hidden_TD, weight, batch.targets, bias, self.loss_chunk, kernels=self.kernels, shard=shard
             )
 
         head: Any = self.parts.head
+        hidden_TD = gather_tokens(hidden_TD, self.groups["tp"])
         if own is not None and isinstance(head, FSDPModule):
             head.set_unshard_in_backward(True)  # ours makes its gradients in the forward
         return call_with_head(head, loss, hidden_TD)
 
+    def _logits(self, hidden_TD: Tensor, head: nn.Linear) -> Tensor:
+        """Of the whole vocabulary."""
+        own_TV = F.linear(hidden_TD, own_part(head.weight), own_part(head.bias))
+        shard, group = self._vocabulary_shard(), self.groups["tp"]
+        if shard is None:
+            return own_TV
+        parts = group.all_gather(F.pad(own_TV, (0, shard.widest - own_TV.shape[1])))
+        return torch.cat(parts, dim=1)[:, : head.weight.shape[0]]
+
+    def _vocabulary_shard(self) -> VocabularyShard | None:
+        """Which part of the head is on this rank; None where it is whole."""
+        group = self.groups["tp"]
+        if group.size == 1:
+            return None
+        vocabulary = self.parts.head.weight.shape[0]
+        widest = vocabulary_rows(vocabulary, group.size, 0).stop
+        start = vocabulary_rows(vocabulary, group.size, group.rank).start
+        return VocabularyShard(start, widest, group.maximum, group.all_reduce)
+
     def _decode(self, batch: PackedBatch, with_router: bool, seed: int | None) -> DecoderOutput:
-        ring, ulysses, sequence = (self.groups[axis] for axis in ("ring", "ulysses", "sequence"))
+        ring, ulysses, sequence, row = (self.groups[n] for n in ("ring", "ulysses", "sequence", "row"))
         context = StepContext(
-            batch.plans, ring, ulysses, sequence, self.gated_delta, seed, batch.keys, self.kernels
+            batch.plans, ring, ulysses, sequence, row, self.gated_delta, seed, batch.keys, self.kernels
         )
         return self._adapter.decode(batch, context, with_router)
 
@@ -317,5 +349,10 @@ class BraidedModel(nn.Module):
         change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
         if change is not None:
             raise ValueError(f"{change}; call release(), change the model, then parallelize it again")
+        if self.mesh.tp > 1 and (dropping := active_dropout(self.parts.decoder)):
+            raise ValueError(
+                f"{type(self.model).__name__} trains with dropout at {next(iter(dropping))!r}, which is not "
+                f"supported with tp={self.mesh.tp}; set it to 0 or use tp=1"
+            )
         check_no_autocast()
         self._adapter.check_step(batches, seed)

@@ -37,14 +37,18 @@ def check_plain(head: nn.Linear, name: str) -> None:
             f"the weight of the head of {name} is computed from other parameters (by a parametrization "
             "of torch's, for example); the loss reads the head's weight: only a plain linear head can be used"
         )
-    hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
-    # A sharded head has those that gather its weight, for calls such as the loss's.
-    if own or any(not getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks):
+    if own or has_hooks(head):
         what = f"a forward of its own ({type(head).__name__})" if own else "forward hooks"
         raise ValueError(
             f"the head of {name} has {what}; the loss uses the head's weight directly and would ignore "
             "that: only a plain linear head is supported"
         )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calls of a module do more than its forward; a sharded one gathers its weights around it."""
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks)
 
 
 def call_with_head(head: nn.Linear, function: Callable[[Tensor, nn.Linear], T], hidden_TD: Tensor) -> T:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import SequenceLayout
 from ..sequence_parallel.media import MediaItem, MediaPlan, assign_items, encoder_cost
+from ..sequence_parallel.plans import RowPlans
 from .families import MediaFamily
 from .media_tokens import audio_tokens, media_config
 
@@ -48,9 +48,10 @@ class MediaBatch:
     """In the order of `plan.own`."""
 
     @staticmethod
-    def of(layout: SequenceLayout, inputs: Sequence[MediaInput], rank: int) -> MediaBatch:
+    def of(plans: RowPlans, inputs: Sequence[MediaInput]) -> MediaBatch:
         """A rank's part of a row's media; the payload of the others is let go."""
-        plan = MediaPlan.of(layout, [media.item for media in inputs], rank)
+        rank = plans.rank * plans.tp + plans.tp_rank
+        plan = MediaPlan.of(plans.layout, [media.item for media in inputs], rank, tp=plans.tp)
         by_item = {media.item: media for media in inputs}
         return MediaBatch(plan, tuple(by_item[item] for item in plan.own))
 

@@ -37,7 +37,7 @@ class MediaAdapter(Adapter):
         plan, width = batch.media.plan, embeds_TD.shape[1]
         features = self.towers.features(batch.media.own, embeds_TD).to(embeds_TD.dtype)
         # In the order of local slots; a rank without items or media tokens takes part all the same.
-        arrived = spread_features(features, plan, context.sequence)
+        arrived = spread_features(features, plan, context.row_group)
         embeds_TD = embeds_TD.index_copy(0, plan.local_rows, arrived[:, :width])
         inputs: dict[str, Any] = {"inputs_embeds": embeds_TD[None]}
         if self.towers.num_levels:

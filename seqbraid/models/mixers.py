@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.pytorch_utils import Conv1D
 
+from ..sequence_parallel import ulysses
 from .decoder import layer_configs
 
 HEAD_SIZES = ("qk_head_dim", "head_dim", "head_size")
@@ -76,6 +77,22 @@ def softmax_heads(mixer: Any, config: Any) -> SoftmaxHeads:
     else:
         found = int(getattr(config, "num_key_value_heads", None) or queries)
     return SoftmaxHeads(queries, found, key, value)
+
+
+def local_heads(heads: SoftmaxHeads, size: int, rank: int) -> SoftmaxHeads:
+    """The heads that a rank computes with: key heads go to every rank whose query heads use them.
+
+    >>> local_heads(SoftmaxHeads(32, 8, 128, 128), 4, 1)
+    SoftmaxHeads(num_queries=8, num_keys=2, key_size=128, value_size=128)
+    >>> local_heads(SoftmaxHeads(12, 3, 64, 64), 2, 0)  # 4 of its heads use one, 2 another
+    SoftmaxHeads(num_queries=6, num_keys=6, key_size=64, value_size=64)
+    """
+    plan = ulysses.SoftmaxHeads(heads.num_queries, heads.num_keys, size)
+    used, keys = plan.kv_of_query(rank), plan.kv_heads(rank)
+    return heads._replace(
+        num_queries=heads.num_queries // size,
+        num_keys=keys.stop - keys.start if used is None else len(used),
+    )
 
 
 def gated_delta_sizes(mixer: Any) -> GatedDeltaSizes:

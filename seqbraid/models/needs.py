@@ -9,6 +9,7 @@ import torch
 from ..sequence_parallel.gated_delta_bytes import HeadSizes
 from ..sequence_parallel.plans import MixerNeeds, RowPlans, SoftmaxNeeds
 from .decoder import layer_configs
+from .mixers import SoftmaxHeads, local_heads
 
 SOFTMAX = ("full_attention", "sliding_attention")
 """What configs call the layers of softmax attention."""
@@ -26,10 +27,25 @@ def prepare_plans(plans: RowPlans, config: Any) -> None:
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     try:
-        plans.prepare(mixer_needs(text, kinds))
+        plans.prepare(_of_rank(mixer_needs(text, kinds), plans.tp, plans.tp_rank))
     except ValueError:
         if kinds is not None:  # each layer's own kind is known, and so is that the step would refuse it
             raise
+
+
+def _of_rank(needs: MixerNeeds, tp: int, rank: int) -> MixerNeeds:
+    """What this one of the tensor parallel ranks asks, with its own heads."""
+    softmax = []
+    for heads, keys, window in needs.softmax:
+        if heads % tp:
+            raise ValueError(f"tp={tp} does not divide {heads} query heads")
+        local = local_heads(SoftmaxHeads(heads, keys, 0, 0), tp, rank)
+        softmax.append(SoftmaxNeeds(local.num_queries, local.num_keys, window))
+    delta = needs.gated_delta
+    if delta is not None:
+        keys, values = delta.num_key_heads // tp, delta.num_value_heads // tp
+        delta = delta._replace(num_key_heads=keys, num_value_heads=values)
+    return needs._replace(softmax=tuple(softmax), gated_delta=delta)
 
 
 def mixer_needs(text: Any, kinds: list[str] | None) -> MixerNeeds:

@@ -5,6 +5,7 @@ Letters: C tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -27,13 +28,36 @@ class RowLosses(NamedTuple):
     """
 
 
+class VocabularyShard(NamedTuple):
+    """The part of a vocabulary whose logits are here, and how numbers of all parts are brought together."""
+
+    start: int
+    """The first token of the part."""
+    widest: int
+    """Tokens of the largest part: what all ranks choose the length of a chunk by."""
+    maximum: Callable[[Tensor], Tensor]
+    """The largest of each number over all parts."""
+    total: Callable[[Tensor], Tensor]
+    """The sum of each number over all parts."""
+
+
 def cross_entropy_rows(
-    logits_CV: Tensor, targets_C: Tensor, gradient: bool, kernels: Kernels = DEFAULT
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    gradient: bool,
+    kernels: Kernels = DEFAULT,
+    shard: VocabularyShard | None = None,
 ) -> RowLosses:
-    """Loss of each row and, if asked for, its gradient; the logits are gone afterwards."""
-    fused = _fused_kernels(logits_CV, kernels)
+    """Loss of each row and, if asked for, its gradient; the logits are gone afterwards.
+
+    With a `shard` the rows are that part of rows that all ranks know the targets of; the losses are those of
+    the whole rows.
+    """
+    fused = _fused_kernels(logits_CV, kernels, shard is None)
     if fused is not None:
         return RowLosses(*fused.cross_entropy_rows(logits_CV, targets_C, gradient))
+    if shard is not None:
+        return _rows_of_shard(logits_CV, targets_C, gradient, shard)
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     # One buffer turns from logits to probabilities to the logits' gradient in place.
     buffer_CV, targets_C1 = logits_CV.to(wide), targets_C[:, None]
@@ -49,13 +73,37 @@ def cross_entropy_rows(
     return RowLosses(loss_C, correct_C, buffer_CV.to(logits_CV.dtype))
 
 
+def _rows_of_shard(logits_CV: Tensor, targets_C: Tensor, gradient: bool, shard: VocabularyShard) -> RowLosses:
+    """Of rows whose other columns are elsewhere: one maximum and one sum over all parts."""
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    buffer_CV, columns_C = logits_CV.to(wide), targets_C - shard.start
+    is_here_C = (columns_C >= 0) & (columns_C < buffer_CV.shape[1])
+    columns_C1 = columns_C.clamp(0, buffer_CV.shape[1] - 1)[:, None]
+    own_top_C, best_C = buffer_CV.max(1)
+    top_C = shard.maximum(own_top_C)
+    buffer_CV -= top_C[:, None]
+    picked_C = buffer_CV.gather(1, columns_C1)[:, 0].masked_fill_(~is_here_C, 0)
+    # The target is the first of the largest if it is one of them, and none is before it.
+    is_top_C = is_here_C & (picked_C == 0)
+    is_before_C = (own_top_C == top_C) & (best_C + shard.start < targets_C)
+    right_C = is_top_C.to(wide) - is_before_C.to(wide)
+    own_total_C = buffer_CV.exp_().sum(1)
+    picked_C, total_C, right_C = shard.total(torch.stack([picked_C, own_total_C, right_C])).unbind()
+    loss_C, correct_C = total_C.log() - picked_C, right_C == 1
+    if not gradient:
+        return RowLosses(loss_C, correct_C, None)
+    buffer_CV /= total_C[:, None]
+    buffer_CV.scatter_add_(1, columns_C1, is_here_C.to(wide).neg_()[:, None])
+    return RowLosses(loss_C, correct_C, buffer_CV.to(logits_CV.dtype))
+
+
 LOSS = Op("loss", (TRITON, Candidate("torch")))
 
 
-def _fused_kernels(logits: Tensor, kernels: Kernels) -> ModuleType | None:
+def _fused_kernels(logits: Tensor, kernels: Kernels, whole: bool) -> ModuleType | None:
     """One read and one write of the logits instead of ten passes."""
     fits = logits.is_cuda and logits.is_contiguous()
-    if not fits or kernels.choose(LOSS, RowsNeed(logits.device, logits.dtype)) != TRITON.name:
+    if not fits or kernels.choose(LOSS, RowsNeed(logits.device, logits.dtype, whole)) != TRITON.name:
         return None
     from . import cross_entropy_triton
 

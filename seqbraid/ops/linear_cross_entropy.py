@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout.labels import IGNORE
-from .cross_entropy import cross_entropy_rows
+from .cross_entropy import VocabularyShard, cross_entropy_rows
 from .kernels import DEFAULT, Kernels
 
 CHUNK_BYTES = 64 << 20
@@ -37,11 +37,16 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     weight_sums: torch.dtype | None = None,
     kernels: Kernels = DEFAULT,
+    shard: VocabularyShard | None = None,
 ) -> LossSums:
     """Sum of `cross_entropy(hidden @ weight.T + bias, target)` over tokens whose target is not −100.
 
     The sum is in float32 (float64 for float64 inputs), and so are those over chunks in the weight's gradient,
     unless `weight_sums` is the weight's own type: that takes half the memory, and rounds once a chunk.
+
+    With a `shard`, weight and bias are those of a part of the vocabulary, and hidden states and targets the
+    same on all ranks that have a part. The sums are those of the whole vocabulary; the gradient of the hidden
+    states is this part's, to be summed over the ranks.
     """
     if hidden_TD.ndim != 2 or targets_T.shape != hidden_TD.shape[:1]:
         raise ValueError(
@@ -49,9 +54,17 @@ def linear_cross_entropy(
             f"{tuple(targets_T.shape)}"
         )
     if chunk_tokens is None:
-        chunk_tokens = default_chunk(*weight_VD.shape)
+        size_V = len(weight_VD) if shard is None else shard.widest
+        chunk_tokens = default_chunk(size_V, weight_VD.shape[1])
     loss, correct = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden_TD, weight_VD, bias_V, targets_T, chunk_tokens, weight_sums or _sum_dtype(hidden_TD), kernels
+        hidden_TD,
+        weight_VD,
+        bias_V,
+        targets_T,
+        chunk_tokens,
+        weight_sums or _sum_dtype(hidden_TD),
+        kernels,
+        shard,
     )
     return LossSums(loss, correct)
 
@@ -75,6 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         weight_sums: torch.dtype,
         kernels: Kernels,
+        shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor]:
         acc = _sum_dtype(hidden_TD)
         rows_L = (targets_T != IGNORE).nonzero().squeeze(1)
@@ -89,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_CD = hidden_TD[rows_C]
             logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
             rows = cross_entropy_rows(
-                logits_CV, targets_T[rows_C], needs_hidden or needs_weight or needs_bias, kernels
+                logits_CV, targets_T[rows_C], needs_hidden or needs_weight or needs_bias, kernels, shard
             )
             del logits_CV
             loss += rows.loss_C.sum()
@@ -119,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight_VD = _scaled(dweight_VD, dloss, ctx.weight_dtype)
         if dbias_V is not None:
             dbias_V = _scaled(dbias_V, dloss, ctx.weight_dtype)
-        return dhidden_TD, dweight_VD, dbias_V, None, None, None, None
+        return dhidden_TD, dweight_VD, dbias_V, None, None, None, None, None
 
 
 def _add_product(total_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:

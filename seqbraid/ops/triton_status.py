@@ -23,15 +23,19 @@ class RowsNeed(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
+    whole: bool = True
+    """Whether rows are whole, not shared out over ranks."""
 
     def __str__(self) -> str:
-        return f"{self.dtype} on {self.device}"
+        return f"{self.dtype} on {self.device}" + ("" if self.whole else ", rows cut over ranks")
 
 
 def rows_unfit(need: RowsNeed) -> str | None:
     """What the Triton kernels that pass over rows do not take."""
     if need.device.type != "cuda":
         return "its kernels need a GPU"
+    if not need.whole:
+        return "its kernels take whole rows, and these are cut over ranks"
     return "it is float64" if need.dtype == torch.float64 else None
 
 

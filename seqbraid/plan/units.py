@@ -11,18 +11,22 @@ gathered. What stays, and why:
 - an audio tower while all clips of a rank are encoded. It is called once for each length of clips below a
   chunk, so ranks differ in how often, and blocks of its own would be gathered by some and not by others.
 
-Experts that lie over ranks are units of their own within their layer: a rank gathers its own experts alone,
-over the ranks that share them.
+Under tensor parallelism what is cut over `tp` is gathered over `fsdp`, all else over fsdp × tp (`tokens`): a
+layer is then a unit of norms, routers and whatever is not cut, with a unit for each matrix of its mixer and
+each MLP within it. Experts that lie over ranks are units of their own within their layer as well: a rank
+gathers its own experts alone, over the ranks that share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ..models.parts import ModelParts, TowerParts
+from ..models.tensor import TensorPlan
+from ..models.tensor_parts import Region
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +59,23 @@ class Units:
     units: tuple[Unit, ...]
     rest: tuple[nn.Parameter, ...]
     """Gathered over the whole step."""
+    rest_axes: str = "fsdp"
 
     @staticmethod
-    def of(parts: ModelParts, ep: int = 1) -> Units:
+    def of(parts: ModelParts, ep: int = 1, tensor: TensorPlan | None = None) -> Units:
         """Parameters that two units would share are left to what lies around both. Over how many ranks the
-        experts lie is `ep`.
+        experts lie is `ep`; `tensor` says what is cut over `tp`.
         """
-        units = tuple(_candidates(parts, ep))
+        units = tuple(_candidates(parts, ep, tensor))
         while shared := _sharing(parts.model, units):
             units = tuple(unit for unit in units if id(unit.module) not in shared)
         inside = {id(p) for unit in units for p in unit.parameters}
-        return Units(units, tuple(p for p in parts.model.parameters() if id(p) not in inside))
+        cut = frozenset[int]() if tensor is None else tensor.cut_parameters
+        if not cut <= inside:  # a tied weight, which is then all that is left
+            units += tuple(_others(parts.model, inside | cut))
+            inside = {id(p) for unit in units for p in unit.parameters}
+        rest = tuple(p for p in parts.model.parameters() if id(p) not in inside)
+        return Units(units, rest, "tokens" if tensor is not None and cut <= inside else "fsdp")
 
     def own(self, unit: Unit) -> list[nn.Parameter]:
         """The parameters of a unit without those of units within it."""
@@ -75,13 +85,16 @@ class Units:
 
     def forward_prefetch(self, model: nn.Module) -> list[tuple[nn.Module, list[nn.Module]]]:
         """What is gathered while a module computes: the next unit; and beside a layer its own units and the
-        next layer, as units in a layer are called again in the backward, where nothing ahead is gathered.
+        next layer with the matrices that are cut over `tp`, which are most of it. Units in a layer are called
+        again in the backward, where nothing ahead is gathered.
         """
         found: list[tuple[nn.Module, list[nn.Module]]] = [(model, [])]
         for unit in self.units:
             found[-1][1].append(unit.module)
             if not unit.in_layer:
                 found.append((unit.module, []))
+            elif unit.axes == "fsdp":
+                found[-2][1].append(unit.module)
         return [(module, following) for module, following in found if following]
 
     @property
@@ -104,27 +117,44 @@ def expert_cut(own: Sequence[int], shards: int) -> int:
     return next((dim for dim in range(min(2, len(own))) if own[dim] % shards == 0), 0)
 
 
-def _candidates(parts: ModelParts, ep: int) -> Iterator[Unit]:
+def _candidates(parts: ModelParts, ep: int, tensor: TensorPlan | None) -> Iterator[Unit]:
+    whole = "fsdp" if tensor is None else "tokens"
     reached = _learns(parts.embedding)
     yield Unit("embedding", parts.embedding, backward_reads=False, has_backward=reached)
     for tower in parts.towers:
-        yield from _of_tower(tower)
+        for unit in _of_tower(tower):
+            yield replace(unit, axes=whole)
         reached = reached or _learns(tower.module)
     for layer in parts.layers:
         reached = reached or _learns(layer.module)
         is_last = layer.index == len(parts.layers) - 1
-        yield Unit(f"layer {layer.index}", layer.module, stays_for_backward=is_last, has_backward=reached)
+        of_layer = Unit(f"layer {layer.index}", layer.module, is_last, has_backward=reached, axes=whole)
+        yield of_layer
+        for region in () if tensor is None else tensor.regions[layer.index]:
+            for part, module in _of_region(region):
+                name = f"layer {layer.index} {part}"
+                yield replace(of_layer, name=name, module=module, axes="fsdp", in_layer=True)
         for experts in layer.experts if ep > 1 else ():
-            yield Unit(
-                f"experts {layer.index}",
-                experts,
-                stays_for_backward=is_last,
-                has_backward=reached,
-                axes="efsdp",
-                in_layer=True,
-            )
+            name = f"experts {layer.index}"
+            yield replace(of_layer, name=name, module=experts, axes="efsdp", in_layer=True)
     reached = reached or _learns(parts.head)
     yield Unit("head", parts.head, backward_reads=False, has_backward=reached)
+
+
+def _of_region(region: Region) -> Iterator[tuple[str, nn.Module]]:
+    if region.is_whole:
+        yield region.name, region.module
+        return
+    names = {id(module): name for name, module in region.module.named_modules()}
+    for cut in region.cuts:
+        yield names[id(cut.module)], cut.module
+
+
+def _others(model: nn.Module, inside: set[int]) -> Iterator[Unit]:
+    """Modules that have parameters of their own outside of all units."""
+    for name, module in model.named_modules():
+        if any(id(p) not in inside for p in module.parameters(recurse=False)):
+            yield Unit(name, module, stays_for_backward=True, axes="tokens")
 
 
 def _of_tower(tower: TowerParts) -> Iterator[Unit]:

@@ -36,6 +36,8 @@ class StepContext:
     ulysses: Group = field(default_factory=Group)
     sequence: Group = field(default_factory=Group)
     """All ranks that share the row, ring × ulysses, in the layout's order."""
+    row_group: Group = field(default_factory=Group)
+    """All ranks that hold tokens of the row between mixers and MLPs, or encode its media: sequence × tp."""
     gated_delta: str = "auto"
     """What gated-delta layers exchange: `states`, `heads`, or `auto`, whichever is less."""
     seed: int | None = None
@@ -79,8 +81,10 @@ class StepContext:
         return self.row.slots(device)[0]
 
     def real_rows(self, device: torch.device) -> Tensor | None:
-        """This rank's slots that hold a token, on a device; None where all do."""
-        return self.row.slots(device)[1]
+        """The slots that hold a token of those that this rank has between mixers and MLPs, on a device; None
+        where all do.
+        """
+        return self.row.slots(device, of_share=True)[1]
 
     def record(self, layer: int) -> None:
         """Note that a layer mixed its tokens by our rules."""

@@ -108,17 +108,23 @@ class MediaPlan:
 
     @staticmethod
     def of(
-        layout: SequenceLayout, items: Sequence[MediaItem], rank: int, device: torch.device | None = None
+        layout: SequenceLayout,
+        items: Sequence[MediaItem],
+        rank: int,
+        device: torch.device | None = None,
+        tp: int = 1,
     ) -> MediaPlan:
-        """The plan of a rank, with its indices on a device; the items are those of the whole row.
+        """The plan of a rank, with its indices on a device; the items are those of the whole row. With `tp`
+        ranks to each rank of the layout, neighbours in `rank` share its slots in equal pieces.
 
         >>> layout = SequenceLayout([6], ring=2, policy="contiguous")
         >>> plan = MediaPlan.of(layout, [MediaItem("image", 0, 0, ((1, 5),), cost=1.0)], rank=1)
         >>> plan.own, plan.rows.receive, plan.local_rows.tolist()
         ((), [2, 0], [0, 1])
         """
-        encoder_of_item = _encoders(items, layout.num_ranks)
-        pieces = _Pieces.of(layout, items, encoder_of_item)
+        num_ranks = layout.num_ranks * tp
+        encoder_of_item = _encoders(items, num_ranks)
+        pieces = _Pieces.of(layout, items, encoder_of_item, tp)
         # Both sides keep the pieces of a pair of ranks in the same order, so that what is sent is what is
         # expected.
         leaving = pieces.only(pieces.encoder_J == rank).sorted_by("owner_J")
@@ -130,7 +136,7 @@ class MediaPlan:
             return torch.from_numpy(x).to(device)
 
         def counts(rank_J: Ints, count_J: Ints) -> list[int]:
-            totals = np.zeros(layout.num_ranks, np.int64)
+            totals = np.zeros(num_ranks, np.int64)
             np.add.at(totals, rank_J, count_J)
             return [int(total) for total in totals]
 
@@ -203,7 +209,9 @@ class _Pieces(NamedTuple):
     count_J: Ints
 
     @staticmethod
-    def of(layout: SequenceLayout, items: Sequence[MediaItem], encoder_of_item: Sequence[int]) -> _Pieces:
+    def of(
+        layout: SequenceLayout, items: Sequence[MediaItem], encoder_of_item: Sequence[int], tp: int
+    ) -> _Pieces:
         """Of all ranks; cost goes with runs and segments, not with tokens."""
         item_N, start_N, stop_N = _runs(layout, items)
         length_N = stop_N - start_N
@@ -216,7 +224,7 @@ class _Pieces(NamedTuple):
         feature_N = np.empty_like(length_N)
         feature_N[stacked] = ahead - ahead[first]
 
-        owner_S, begin_S, end_S, slot_S = _segments(layout)
+        owner_S, begin_S, end_S, slot_S = _segments(layout, tp)
         first_N = np.searchsorted(begin_S, start_N, side="right") - 1
         pieces_N = np.searchsorted(begin_S, stop_N) - first_N
         run_J = np.repeat(np.arange(len(item_N)), pieces_N)
@@ -240,15 +248,27 @@ class _Pieces(NamedTuple):
         return _Pieces(*(x_J[by_rank] for x_J in self))
 
 
-def _segments(layout: SequenceLayout) -> tuple[Ints, Ints, Ints, Ints]:
-    """Rank, first token of the row, token behind the last, and local slot of all segments, in row order."""
+def _segments(layout: SequenceLayout, tp: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """Rank, first token of the row, token behind the last, and local slot of all segments, in row order; cut
+    where the slots of one of the `tp` ranks end.
+    """
     segments = np.concatenate(
         [np.array(layout.segments(rank), np.int64).reshape(-1, 5) for rank in range(layout.num_ranks)]
     )
     sequence, start, stop, rank, slot = segments.T
-    first = np.array(layout.cu_seqlens, np.int64)[sequence]
-    by_token = np.argsort(first + start)
-    return rank[by_token], (first + start)[by_token], (first + stop)[by_token], slot[by_token]
+    size = layout.num_local_tokens // tp
+    first_piece = slot // size
+    pieces = (slot + stop - start - 1) // size - first_piece + 1
+    of_segment = np.repeat(np.arange(len(slot)), pieces)
+    piece = _ranges(first_piece, pieces)
+    begin = np.maximum(slot[of_segment], piece * size)
+    end = np.minimum((slot + stop - start)[of_segment], (piece + 1) * size)
+    # From slots to tokens of the row.
+    ahead = (np.array(layout.cu_seqlens, np.int64)[sequence] + start - slot)[of_segment]
+    by_token = np.argsort(ahead + begin)
+    columns = rank[of_segment] * tp + piece, ahead + begin, ahead + end, begin - piece * size
+    owner, first, behind, own_slot = (column[by_token] for column in columns)
+    return owner, first, behind, own_slot
 
 
 def _runs(layout: SequenceLayout, items: Sequence[MediaItem]) -> tuple[Ints, Ints, Ints]:

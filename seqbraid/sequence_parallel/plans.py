@@ -51,13 +51,16 @@ class RowPlans:
 
     layout: SequenceLayout
     rank: int
+    tp: int = 1
+    """Ranks that share this rank's tokens out among them, between mixers and MLPs."""
+    tp_rank: int = 0
     _rings: dict[tuple[int | None, bool, bool, float], RingPlan] = field(
         default_factory=dict, compare=False, repr=False
     )
     _chains: dict[torch.device, ChainPlan] = field(default_factory=dict, compare=False, repr=False)
     _heads: dict[torch.device, HeadExchangePlan] = field(default_factory=dict, compare=False, repr=False)
     _methods: dict[tuple[HeadSizes, int], str] = field(default_factory=dict, compare=False, repr=False)
-    _slots: dict[torch.device, tuple[Tensor | None, Tensor | None]] = field(
+    _slots: dict[tuple[torch.device, bool], tuple[Tensor | None, Tensor | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -67,6 +70,7 @@ class RowPlans:
         `ValueError` where a row cannot be split as it is for such a model.
         """
         self.slots(CPU)
+        self.slots(CPU, of_share=True)
         ulysses = self.layout.ulysses
         for num_heads, num_kv_heads, window in needs.softmax:
             if ulysses == 1:
@@ -84,6 +88,12 @@ class RowPlans:
                 self.heads(CPU)
             else:
                 self.chain(CPU).halo(needs.conv_width)
+
+    @property
+    def share(self) -> slice:
+        """This rank's own of its tokens: what it holds of them between mixers and MLPs."""
+        size = self.layout.num_local_tokens // self.tp
+        return slice(self.tp_rank * size, (self.tp_rank + 1) * size)
 
     @property
     def group_tokens(self) -> list[int]:
@@ -135,17 +145,19 @@ class RowPlans:
             self._heads[device] = self._heads[CPU].to(device)
         return self._heads[device]
 
-    def slots(self, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    def slots(self, device: torch.device, of_share: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """This rank's slots that are padding, and those that hold a token, on a device; None for both where
-        every slot holds one.
+        every slot holds one. Of its `share` alone they are counted from where that starts.
         """
-        if CPU not in self._slots:
+        if (CPU, of_share) not in self._slots:
             is_real = self.layout.index(self.rank) >= 0
+            if of_share:
+                is_real = is_real[self.share]
             rows = (is_real.logical_not().nonzero()[:, 0], is_real.nonzero()[:, 0])
-            self._slots[CPU] = (None, None) if is_real.all() else rows
-        if device not in self._slots:
-            padding, real = self._slots[CPU]
-            self._slots[device] = (
+            self._slots[CPU, of_share] = (None, None) if is_real.all() else rows
+        if (device, of_share) not in self._slots:
+            padding, real = self._slots[CPU, of_share]
+            self._slots[device, of_share] = (
                 (None, None) if padding is None or real is None else (padding.to(device), real.to(device))
             )
-        return self._slots[device]
+        return self._slots[device, of_share]

@@ -46,11 +46,40 @@ def head_sizes(config: Any) -> HeadSizes | None:
     )
 
 
-def exchange_report(layout: SequenceLayout, name: str) -> Group:
-    """The bytes that each rank sends in one gated-delta layer's forward by both methods; which is used."""
+def exchange_report(layout: SequenceLayout, name: str, tp: int = 1) -> Group:
+    """The bytes that each rank sends in one gated-delta layer's forward by both methods; which is used; and
+    what a layer sends between tensor parallel ranks.
+    """
+    text = config_of(name).get_text_config()
+    shown = _gated_delta_report(layout, name, tp)
+    if tp == 1:
+        return shown
+    dtype = text.dtype or torch.bfloat16
+    sent = tensor_bytes(layout.num_local_tokens, int(text.hidden_size), dtype.itemsize, tp)
+    words = (
+        f"tp={tp}: each rank sends {sent:,} bytes in a layer's forward, and as many in its backward: it "
+        f"gathers {layout.num_local_tokens:,} tokens in front of mixer and MLP, and sums up behind them"
+    )
+    return Group(shown, Text(words))
+
+
+def tensor_bytes(tokens: int, hidden: int, itemsize: int, tp: int) -> int:
+    """What a rank sends in a layer's forward: to each other tp rank its own tokens, in front of mixer and
+    MLP, and that rank's tokens behind them.
+
+    >>> tensor_bytes(8192, 4096, 2, tp=2) == 4 * 4096 * 4096 * 2
+    True
+    """
+    return 4 * (tp - 1) * (tokens // tp) * hidden * itemsize
+
+
+def _gated_delta_report(layout: SequenceLayout, name: str, tp: int) -> Group:
     config = config_of(name)
     text = config.get_text_config()
     sizes = head_sizes(text)
+    if sizes is not None:
+        keys, values = sizes.num_key_heads // tp, sizes.num_value_heads // tp
+        sizes = sizes._replace(num_key_heads=keys, num_value_heads=values)
     if sizes is None:
         return Group(Text(f"{name} has no gated-delta layers, so there is no exchange to choose"))
     dtype = text.dtype or config.dtype or torch.bfloat16

@@ -149,29 +149,32 @@ def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:
 
 
 def _whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients in full; sharded ones take one exchange together, as one each costs more than the step.
-
-    FSDP cuts rows into equal pieces, of which the last ones may be short or empty: padded to the size of the
-    first and put one after another, they are the tensor and some padding behind it. Those of experts may lie
-    on another mesh: they come one by one.
+    """The gradients in full; sharded ones of a mesh take one exchange together, as one each costs more than
+    the step.
     """
-    every = [g for g in gradients.values() if isinstance(g, DTensor)]
-    if not every:
-        return {name: g.clone() for name, g in gradients.items()}
-    assert len(every) == len(gradients)
-    mesh = min((g.device_mesh for g in every), key=lambda mesh: mesh.ndim)
-    sharded = [g for g in every if g.device_mesh == mesh]
-    assert all(
-        g.placements[-1] == Shard(0) and not any(p.is_shard() for p in g.placements[:-1]) for g in sharded
-    )
-    group = Group.of(mesh.get_group(mesh.ndim - 1))
-    sizes = [-(-g.shape[0] // group.size) * g.shape[1:].numel() for g in sharded]
-    own = [g.to_local().flatten() for g in sharded]
+    found = {name: g.clone() for name, g in gradients.items() if not isinstance(g, DTensor)}
+    by_mesh: dict[Any, dict[str, DTensor]] = {}
+    for name, g in gradients.items():
+        if not isinstance(g, DTensor):
+            continue
+        if g.placements[-1] == Shard(0) and all(p.is_replicate() for p in g.placements[:-1]):
+            by_mesh.setdefault(g.device_mesh, {})[name] = g
+        else:  # cut over two axes
+            found[name] = g.full_tensor()
+    for mesh, sharded in by_mesh.items():
+        found |= _whole_of_mesh(sharded, Group.of(mesh.get_group(mesh.ndim - 1)))
+    return {name: found[name] for name in gradients}
+
+
+def _whole_of_mesh(sharded: dict[str, DTensor], group: Group) -> dict[str, Tensor]:
+    """FSDP cuts rows into equal pieces, of which the last ones may be short or empty: padded to the size of
+    the first and put one after another, they are the tensor and some padding behind it.
+    """
+    sizes = [-(-g.shape[0] // group.size) * g.shape[1:].numel() for g in sharded.values()]
+    own = [g.to_local().flatten() for g in sharded.values()]
     row = torch.cat([F.pad(x, (0, size - len(x))) for x, size in zip(own, sizes, strict=True)])
-    parts = iter(torch.stack(group.all_gather(row)).split(sizes, dim=1))
+    parts = torch.stack(group.all_gather(row)).split(sizes, dim=1)
     return {
-        name: next(parts).flatten()[: g.numel()].view(g.shape)
-        if isinstance(g, DTensor) and g.device_mesh == mesh
-        else getattr(g, "full_tensor", g.clone)()
-        for name, g in gradients.items()
+        name: part.flatten()[: g.numel()].view(g.shape)
+        for (name, g), part in zip(sharded.items(), parts, strict=True)
     }

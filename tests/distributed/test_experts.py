@@ -88,6 +88,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"ring": 2, "ulysses": 2, "ep": 4},
         {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
         {"dp_shard": 2, "ring": 2, "ulysses": 2, "ep": 4},
+        {"tp": 2, "ep": 2},
+        {"ring": 2, "tp": 2, "ep": 4},
+        {"dp_shard": 2, "ring": 2, "tp": 2, "ep": 2},
+        {"dp_replicate": 2, "ulysses": 2, "tp": 2, "ep": 2},
     ],
     ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh.items()),
 )
@@ -100,6 +104,11 @@ def test_gradients_are_stocks(folder: Path, mesh: dict[str, int]) -> None:
 )
 def test_families(folder: Path, family: str) -> None:
     assert_holds(folder, family, {"ulysses" if family == "gpt_oss" else "ring": 2, "ep": 2})
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "mixtral", "gpt_oss"])
+def test_families_beside_tp(folder: Path, family: str) -> None:
+    assert_holds(folder, family, {"dp_shard": 2, "tp": 2, "ep": 2})
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "qwen3_omni"])

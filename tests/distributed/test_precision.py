@@ -100,13 +100,14 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float(sum(squares).sqrt() / sum(g.square().sum() for g in expected.values()).sqrt())  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("axis", ["ring", "tp"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
-def test_bf16_on_ranks_is_as_near_to_float32_as_stock_bf16(family: str) -> None:
+def test_bf16_on_ranks_is_as_near_to_float32_as_stock_bf16(family: str, axis: str) -> None:
     [(loss, gradients, floor)] = ranks.run(stock_errors, 1, family)
     assert 1e-3 < floor < 0.1
     on = MemoryOptions("full", offload=True, mlp_tile=37, loss_chunk=64)
     settings = {"compute_dtype": torch.bfloat16, "memory": on}
-    for mean_loss, found in ranks.run(on_ranks, 2, family, settings, {"ring": 2}):
+    for mean_loss, found in ranks.run(on_ranks, 2, family, settings, {axis: 2}):
         assert abs(float(mean_loss) - loss) < 2e-3 * loss
         assert distance(found, gradients) < 1.5 * floor
 

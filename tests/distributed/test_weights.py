@@ -59,9 +59,10 @@ def _pairs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any
     return {name: (first[name], second[name]) for name in first}
 
 
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2, "ring": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_omni"])  # the first has tied embeddings
-def test_all_ranks_have_the_first_ranks_weights(family: str) -> None:
-    assert ranks.run(differing, 4, family, {"dp_replicate": 2, "ring": 2}) == [[]] * 4
+def test_all_ranks_have_the_first_ranks_weights(family: str, axes: dict[str, int]) -> None:
+    assert ranks.run(differing, 4, family, axes) == [[]] * 4
 
 
 @pytest.mark.parametrize("axes", [{"ring": 4, "ep": 2}, {"dp_replicate": 2, "ring": 2, "ep": 2}])

@@ -125,10 +125,10 @@ class Loader:
         options.check()
         self._order = SampleOrder(len(source), rows.seed, rows.shuffle, rows.epochs)
         texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes)
-        in_sequence = mesh.sequence_rank, mesh.sequence_size
+        in_row = mesh.row_rank, mesh.row_size
         planner = None if prepare is None else prepare.plan
         cuts = rows.over_long == "truncate"
-        tasks = Tasks(source, reading.make_encoder, rows.row_tokens, *in_sequence, cuts, planner)
+        tasks = Tasks(source, reading.make_encoder, rows.row_tokens, *in_row, cuts, planner)
         if options.workers:
             self._workers: Workers | NoWorkers = Workers(tasks, options.workers, options.sample_limit_s)
         else:
@@ -232,7 +232,7 @@ class Loader:
         known = [of_sample for of_sample in costs if of_sample is not None]
         if len(known) < len(row):
             return [()] * len(row)
-        return [tuple(ranks) for ranks in media_ranks(known, self._mesh.sequence_size)]
+        return [tuple(ranks) for ranks in media_ranks(known, self._mesh.row_size)]
 
     def _agree_on_refused(
         self,

@@ -1,0 +1,66 @@
+"""Parts of a model that tensor parallel ranks share: matrices that are cut, rows that a rank uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A layer whose weight the ranks share by rows or by columns, evenly but for the last."""
+
+    module: nn.Module
+    dim: int
+    """0 where each rank makes some of the outputs; 1 where each takes some of the inputs, and gives a partial
+    sum.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """A parameter that is whole when it is gathered, and of which a rank uses some rows."""
+
+    module: nn.Module
+    name: str
+    rows: tuple[slice, ...]
+    """Of this rank."""
+    repeated: tuple[int, ...] = ()
+    """Where query heads share key heads unevenly: for each query head of this rank its key head among those
+    of the rank.
+    """
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's rows; a view where they lie together."""
+        parts = [whole[rows] for rows in self.rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A mixer or MLP: it takes the tokens of all ranks, and gives a partial sum for each."""
+
+    name: str
+    """How its sharding unit is called beside its layer's."""
+    module: nn.Module
+    cuts: tuple[Cut, ...]
+    chosen: tuple[Chosen, ...] = ()
+    attributes: tuple[tuple[str, int], ...] = ()
+    """Numbers of heads that the stock forward reads, as they are on this rank."""
+    must_be_seen: bool = False
+    """Whether names and shapes do not say enough: whether parts make the whole must be tried."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its parameters are cut, so that it is gathered as one."""
+        cut = {id(p) for cut in self.cuts for p in cut.module.parameters()}
+        return all(id(p) in cut for p in self.module.parameters())
+
+
+def own_part(x: Any) -> Any:
+    """This rank's part of what is cut; anything else as it is."""
+    return x.to_local() if isinstance(x, DTensor) else x

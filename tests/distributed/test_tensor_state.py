@@ -1,0 +1,89 @@
+"""What is saved of a model that is cut over `tp`: stock names and shapes, each tensor once, on any mesh."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import seqbraid as sb
+from seqbraid.models.step import forward_backward
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
+from seqbraid.train.checkpoint.checkpoints import Checkpoints
+from seqbraid.train.config import StepConfig
+from seqbraid.train.optimizer import clip_gradients, gradient_norm, gradients_of, make_optimizer
+from tests.helpers import ranks
+
+FAMILIES = ["qwen3", "qwen3_5"]
+"""Tied, and with matrices of which a rank uses some rows in sections."""
+
+
+def whole(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
+
+
+def trained(family: str, axes: dict[str, int], folder: str, steps: list[int], resume: bool) -> Trained:
+    """On a rank: losses and gradient norms, weights and the optimizer's state after some steps; saved after
+    the second step.
+    """
+    mesh, stock = sb.Mesh(**axes), tiny_model(family)
+    model = sb.parallelize(stock, mesh)
+    optimizer = make_optimizer(model, StepConfig(lr=1e-2))
+    checkpoints = Checkpoints(Path(folder), mesh, asynchronous=False)
+    if resume:
+        path = checkpoints.last("must")
+        assert path is not None
+        checkpoints.load(path, model, optimizer)
+    numbers: list[float] = []
+    for step in steps:
+        samples = random_samples([40, 9, 30], 97, seed=step)
+        out = forward_backward(
+            model, [sb.pack(samples[mesh.data_rank :: mesh.data_world_size], stock.config, mesh)]
+        )
+        gradients = gradients_of(optimizer)
+        norm = gradient_norm(gradients, mesh)
+        clip_gradients(gradients, norm, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers += [float(out.mean_loss), norm]
+        if step == 1 and not resume:
+            checkpoints.save(step, model, optimizer, {})
+    state = {
+        f"{name}.{entry}": whole(value)
+        for name, p in stock.named_parameters()
+        for entry, value in optimizer.state[p].items()
+    }
+    model.save_pretrained(Path(folder) / "stock")
+    return numbers, {name: whole(p) for name, p in stock.named_parameters()}, state
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_goes_on_from_tp_on_another_mesh_and_back(tmp_path: Path, family: str) -> None:
+    tp_and_ring, without = {"ring": 2, "tp": 2}, {"dp_shard": 2, "ulysses": 2}
+    for there, here in ((tp_and_ring, without), (without, tp_and_ring), (tp_and_ring, tp_and_ring)):
+        folder = str(tmp_path / "-".join([*there, *here]))
+        size = math.prod(there.values())
+        numbers, weights, state = ranks.run(trained, size, family, there, folder, [0, 1, 2, 3], False)[0]
+        for found in ranks.run(trained, math.prod(here.values()), family, here, folder, [2, 3], True):
+            if here == there:
+                assert found[0] == numbers[4:]
+                assert all(torch.equal(found[1][name], weights[name]) for name in weights)
+                assert all(torch.equal(found[2][name], state[name]) for name in state)
+                continue
+            assert found[0] == pytest.approx(numbers[4:], rel=1e-5)
+            for ours, theirs in ((found[1], weights), (found[2], state)):
+                assert ours.keys() == theirs.keys()
+                for name in ours:
+                    torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=3e-5)
+    loaded = dict(AutoModelForCausalLM.from_pretrained(Path(folder) / "stock").named_parameters())
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
