@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from math import ceil, prod
+from itertools import pairwise
+from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
@@ -14,7 +15,8 @@ from ..ops.linear_cross_entropy import default_chunk
 from .activations import FLOAT32, layer_activations
 from .anatomy import parts_of
 from .memory import MemoryOptions
-from .units import Units, expert_cut
+from .shares import Shares
+from .units import Units
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -113,19 +115,19 @@ def memory_estimate(
     if memory.checkpointing == "auto":
         raise ValueError("checkpointing='auto' takes what it chooses: see seqbraid.plan.auto")
     tokens = ceil(row_tokens / mesh.sequence_size)
-    lines = [*_state_lines(parts, mesh, precision, optimizer), *_gathered_lines(parts, mesh, precision)]
+    shares = Shares(parts, mesh)
+    lines = [*_state_lines(parts, shares, precision, optimizer), *_gathered_lines(parts, shares, precision)]
     compute = FLOAT32 if precision == "float32" else 2
-    activations, host = _activation_lines(parts, memory, compute, tokens, fused)
-    lines += [*activations, *_loss_lines(parts, memory, compute, tokens)]
+    activations, host = _activation_lines(parts, memory, compute, tokens, mesh.tp, fused)
+    lines += [*activations, *_loss_lines(parts, memory, compute, tokens, mesh.tp)]
     return Estimate(tuple(lines), host, sum(p.numel() for p in parts.model.parameters()))
 
 
-def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer: str) -> list[MemoryUse]:
+def _state_lines(parts: ModelParts, shares: Shares, precision: Precision, optimizer: str) -> list[MemoryUse]:
     """What stays from step to step, one shard of it."""
-    shards = mesh.dp_shard * mesh.sequence_size
-    # FSDP cuts parameters by rows, and the first ranks hold what does not divide.
+    shards = shares.fsdp * shares.tp
     held, trained = (
-        sum(_held(parts, p, mesh) for p in parts.model.parameters() if p.requires_grad or not only_trained)
+        sum(shares.held(p) for p in parts.model.parameters() if p.requires_grad or not only_trained)
         for only_trained in (False, True)
     )
     width = 2 if precision == "bfloat16" else FLOAT32
@@ -142,43 +144,31 @@ def _state_lines(parts: ModelParts, mesh: Mesh, precision: Precision, optimizer:
     ]
 
 
-def _held(parts: ModelParts, parameter: nn.Parameter, mesh: Mesh) -> int:
-    """What a rank holds of a parameter."""
-    if mesh.ep == 1 or id(parameter) not in parts.expert_parameters:
-        return _shard(parameter.shape, mesh.dp_shard * mesh.sequence_size)
-    own = [parameter.shape[0] // mesh.ep, *parameter.shape[1:]]
-    cut = expert_cut(own, mesh.expert_shards)
-    own[cut] = ceil(own[cut] / mesh.expert_shards)
-    return prod(own)
-
-
-def _shard(shape: Any, shards: int) -> int:
-    rows = shape[0] if len(shape) else 1
-    return int(ceil(rows / shards) * prod(shape[1:]))
-
-
-def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list[MemoryUse]:
+def _gathered_lines(parts: ModelParts, shares: Shares, precision: Precision) -> list[MemoryUse]:
     """Whole parameters and gradients of the units that FSDP has at work."""
-    if mesh.dp_shard * mesh.sequence_size * mesh.dp_replicate == 1 and precision != "mixed":
+    if not shares.is_sharded and precision != "mixed":
         return []  # nothing is sharded or cast
     width = FLOAT32 if precision == "float32" else 2
-    units = Units.of(parts, mesh.ep)
+    units = Units.of(parts, shares.ep, shares.tensor)
     own = {id(unit): units.own(unit) for unit in units.units}
-    parted = {id(unit): mesh.ep if unit.axes == "efsdp" else 1 for unit in units.units}
-    sizes = {key: sum(p.numel() for p in parameters) // parted[key] for key, parameters in own.items()}
+    sizes = {key: shares.gathered(parameters) for key, parameters in own.items()}
     forward = [sizes[id(unit)] for unit in units.units]
     backward = [sizes[id(unit)] for unit in units.backward if unit.backward_reads]
-    # Experts that lie over ranks are beside their layer, and the next layer beside both.
-    count = 3 if mesh.ep > 1 else 2
+    # Experts that lie over ranks are beside their layer, and the next layer beside both; matrices that are
+    # cut over tp are beside theirs, and those of the next layer.
+    count = 3 if shares.ep > 1 else 2
     most = max(sum(order[i : i + count]) for order in (forward, backward) for i in range(len(order)))
+    if shares.tensor is not None:
+        whole = [0]
+        for unit in units.units:
+            whole += [] if unit.in_layer else [0]
+            whole[-1] += sizes[id(unit)]
+        most = max(a + b for a, b in pairwise(whole))
     # Gradients are summed in float32, from the copy that the backward made.
-    trained = max(
-        sum(p.numel() for p in parameters if p.requires_grad) // parted[key]
-        for key, parameters in own.items()
-    )
+    trained = max(shares.gathered(p for p in unit if p.requires_grad) for unit in own.values())
     reduced = trained * (width + (0 if width == FLOAT32 else FLOAT32))
-    rest = sum(p.numel() for p in units.rest)
-    rest_trained = sum(p.numel() for p in units.rest if p.requires_grad)
+    rest = shares.gathered(units.rest)
+    rest_trained = shares.gathered(p for p in units.rest if p.requires_grad)
     return [
         MemoryUse("gathered units", most * width, "count", "the one at work and the next"),
         MemoryUse("gathered rest", rest * width, "count", "what belongs to no unit, kept through the step"),
@@ -189,18 +179,24 @@ def _gathered_lines(parts: ModelParts, mesh: Mesh, precision: Precision) -> list
 
 
 def _activation_lines(
-    parts: ModelParts, memory: MemoryOptions, e: int, tokens: int, fused: bool
+    parts: ModelParts, memory: MemoryOptions, e: int, row: int, tp: int, fused: bool
 ) -> tuple[list[MemoryUse], int]:
-    """What is kept for the backward, and what the backward of one layer takes; bytes in host memory."""
+    """What is kept for the backward, and what the backward of one layer takes; bytes in host memory.
+
+    A rank has all heads and channels of its own tokens, or its own of all tokens, which is as much; but
+    projections keep what they are given, the gathered tokens.
+    """
+    tokens = ceil(row / tp)
     tiled, again = memory.mlp_tile is not None, memory.checkpointing != "none"
     layers = [layer_activations(parts, layer, e, fused) for layer in parts.layers]
-    kept = [tokens * layer.kept(memory.checkpointing, tiled) for layer in layers]
     hidden = int(parts.config.hidden_size)
+    gathered = 2 * (row - tokens) * hidden * e  # for a mixer and an MLP
+    kept = [tokens * x.kept(memory.checkpointing, tiled) + (0 if again else gathered) for x in layers]
     # Of what is offloaded, one layer is on its way out or back, and one is in use.
     on_device = sum(sorted(kept)[-2:]) if memory.offload else sum(kept)
     on_device += tokens * hidden * (FLOAT32 + e)  # the last norm
     # Gradients of the hidden states, and as wide as the widest part of a layer.
-    working = tokens * hidden * 2 * e
+    working = row * hidden * 2 * e + (gathered if again else 0)
     if again:
         working += tokens * max(
             layer.whole(tiled) - layer.kept(memory.checkpointing, tiled) for layer in layers
@@ -208,7 +204,7 @@ def _activation_lines(
     if tiled:
         # A tile's activations and their gradients, and float32 sums of the MLP's.
         working += 2 * min(tokens, memory.mlp_tile or tokens) * max(layer.mlp for layer in layers)
-        working += max(_tiled_parameters(layer) for layer in parts.layers) * FLOAT32
+        working += max(_tiled_parameters(layer) for layer in parts.layers) * FLOAT32 // tp
     else:
         working += tokens * max(layer.mlp + layer.experts for layer in layers)
     note = {
@@ -235,10 +231,10 @@ def _tiled_parameters(layer: LayerParts) -> int:
     return sum(p.numel() for module in layer.dense for p in module.parameters())
 
 
-def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int) -> list[MemoryUse]:
+def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int, tp: int) -> list[MemoryUse]:
     """The gradients of head and hidden states are made in the forward, chunk by chunk."""
     weight: Any = parts.head.weight
-    vocabulary, hidden = (int(size) for size in weight.shape)
+    vocabulary, hidden = ceil(weight.shape[0] / tp), int(weight.shape[1])
     chunk = min(tokens, memory.loss_chunk or default_chunk(vocabulary, hidden))
     gradients = tokens * hidden * e + (vocabulary * hidden * FLOAT32 if weight.requires_grad else 0)
     return [

@@ -147,16 +147,19 @@ def test_states_are_counted_to_the_byte(precision: str) -> None:
     assert not [line for line in ours.lines if "gathered" in line.name], "one process gathers nothing"
 
 
-def rank_bytes() -> tuple[int, int]:
-    mesh = Mesh(dp_shard=3)
-    model = medium("llama")
+def rank_bytes(axes: dict[str, int], family: str) -> tuple[int, int]:
+    mesh = Mesh(**axes)
+    model = medium(*CASES[family][:1], **CASES[family][1])
     ours = memory_estimate(model, mesh, None, "float32", "adamw", 64)
     braided = parallelize(model, mesh)
     return ours["parameters"], sum(p.to_local().nbytes for p in braided.parameters())  # type: ignore[attr-defined]
 
 
 def test_a_shard_is_that_of_the_fullest_rank() -> None:
-    found = run(rank_bytes, 3)
+    for family in ("qwen3_5", "gemma3"):
+        found = run(rank_bytes, 4, {"dp_shard": 2, "tp": 2}, family)
+        assert {estimate for estimate, _ in found} == {max(held for _, held in found)}
+    found = run(rank_bytes, 3, {"dp_shard": 3}, "llama")
     assert {estimate for estimate, _ in found} == {max(held for _, held in found)}
     assert len({held for _, held in found}) > 1, "256 rows are not a multiple of 3"
 

@@ -106,6 +106,7 @@ MESHES = {
         {"mesh": MeshConfig(dp_shard=2, ring=2), "memory": EVERYTHING},
     ),
     "dp_shard=2 × ring=2": (4, {"mesh": MeshConfig(dp_shard=2, ring=2)}),
+    "ring=2 × tp=2, every memory switch": (4, {"mesh": MeshConfig(ring=2, tp=2), "memory": EVERYTHING}),
     "every memory switch": (1, {"memory": EVERYTHING}),
 }
 
