@@ -43,7 +43,19 @@ class Mutant:
     """A family of `tiny.FAMILIES`, or `blocks`."""
     ring: int = 1
     ulysses: int = 1
+    tp: int = 1
     ep: int = 1
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The axes that it takes, those of one rank left out."""
+        sizes = {"ring": self.ring, "ulysses": self.ulysses, "tp": self.tp, "ep": self.ep}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it takes."""
+        return self.ring * self.ulysses * self.tp
 
 
 def _positions_not_reset() -> AbstractContextManager[Any]:
@@ -105,10 +117,10 @@ def _block_statistics() -> AbstractContextManager[Any]:
     right = attention_ops.BlockBackward.__init__
 
     def wrong(
-        self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, plan: Any, *rest: Any, **how: bool
+        self: Any, dout: Any, q: Any, k: Any, v: Any, seen: Any, plan: Any, *rest: Any, **how: bool
     ) -> None:
         own = attention_ops.block_attention(q, k, v, plan, *rest)
-        right(self, dout, q, k, v, *own, plan, *rest, **how)
+        right(self, dout, q, k, v, own, plan, *rest, **how)
 
     return patch.object(attention_ops.BlockBackward, "__init__", wrong)
 

@@ -30,6 +30,7 @@ from seqbraid.verify.media_mutants import MEDIA_MUTANTS
 from seqbraid.verify.mutants import MUTANTS, RANK_MUTANTS, Mutant
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from seqbraid.verify.run import PADDED
+from seqbraid.verify.tensor_mutants import TENSOR_MUTANTS
 from tests.helpers import ranks
 from tests.verify.random_models import MEDIA, NAMES, random_model
 
@@ -83,15 +84,9 @@ WINDOWED = ("gemma3", "gpt_oss")
 def mutants_of(model: Any, case: Case) -> list[Mutant]:
     """The defects that this model on this mesh can have."""
     if case.world_size > 1:
-        known = [m for m in (*RANK_MUTANTS, *MEDIA_MUTANTS) if m.ring * m.ulysses > 1]
-        known = [
-            m
-            for m in known
-            if {"ring": m.ring, "ulysses": m.ulysses, "ep": m.ep}
-            == {"ring": 1, "ulysses": 1, "ep": 1} | case.mesh
-        ]
+        known = [m for m in (*RANK_MUTANTS, *TENSOR_MUTANTS, *MEDIA_MUTANTS) if m.mesh == case.mesh]
     else:
-        known = [m for m in (*MUTANTS, *MEDIA_MUTANTS) if m.ring * m.ulysses == 1 and m.check != "blocks"]
+        known = [m for m in (*MUTANTS, *MEDIA_MUTANTS) if m.world_size == 1 and m.check != "blocks"]
     return [m for m in known if _can_have(model.config, case.family, m)]
 
 
@@ -106,7 +101,10 @@ def _can_have(config: Any, family: str, mutant: Mutant) -> bool:
         "qwen3_moe": bool(getattr(text, "output_router_logits", False)) and _chooses(text),
         "qwen3_vl": family in MEDIA,
         "llama": True,
+        "qwen3": family == "qwen3" and bool(text.tie_word_embeddings),
     }
+    if mutant.name == "KV gradient not summed over tp":
+        return bool(text.num_key_value_heads % mutant.tp)
     if mutant.name == "DeepStack rows not re-indexed":
         return family in MEDIA and bool(getattr(config.vision_config, "deepstack_visual_indexes", None))
     return has[mutant.check]

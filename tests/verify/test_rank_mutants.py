@@ -14,21 +14,27 @@ from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.verify.mutants import RANK_MUTANTS, stale_context
 from seqbraid.verify.parity import check_parity
+from seqbraid.verify.tensor_mutants import TENSOR_MUTANTS
 from seqbraid.verify.verdict import ALLOWANCE, Parity
 from tests.helpers import ranks
 from tests.models.test_parity_ranks import load, prepared
+
+REFUSED = {"sliced twice": "is it sharded already", "tie lost": "the parameter 'lm_head.weight' was absent"}
+"""Defects that a step sees before it sends anything, and what it says of them."""
 
 LENGTHS = (1, 63, 130, 257, 40)
 
 
 def caught(path: str, name: str) -> Any:
     """On one rank: what the check says with the defect (the ratio, or a refusal), and without it."""
-    (mutant,) = (m for m in RANK_MUTANTS if m.name == name)
-    mesh = Mesh(ring=mutant.ring, ulysses=mutant.ulysses, ep=mutant.ep)
+    (mutant,) = (m for m in (*RANK_MUTANTS, *TENSOR_MUTANTS) if m.name == name)
+    mesh = Mesh(**mutant.mesh)
     stock = load(path)
 
     def check() -> Parity:
-        return check_parity(stock.model(), stock.samples, mesh, policy="zigzag", references=stock.references)
+        # One rank of a row has the sequences whole, which windows want.
+        policy = "zigzag" if mesh.sequence_size > 1 else "balanced"
+        return check_parity(stock.model(), stock.samples, mesh, policy=policy, references=stock.references)
 
     with mutant.switched_on():
         try:
@@ -43,13 +49,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("references")
 
 
-@pytest.mark.parametrize("mutant", RANK_MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", (*RANK_MUTANTS, *TENSOR_MUTANTS), ids=lambda mutant: mutant.name)
 def test_rank_mutant_is_caught(folder: Path, mutant: Any) -> None:
     path = prepared(folder, mutant.check, LENGTHS)
-    for mutated, healthy in ranks.run(caught, mutant.ring * mutant.ulysses, path, mutant.name):
+    for mutated, healthy in ranks.run(caught, mutant.world_size, path, mutant.name):
         assert healthy
-        if mutant.name == "sliced twice":
-            assert "is it sharded already" in mutated
+        if mutant.name in REFUSED:
+            assert REFUSED[mutant.name] in mutated
         else:
             assert mutated > 10 * ALLOWANCE
 
