@@ -30,8 +30,10 @@ def table(lines: Sequence[Line]) -> str:
         f"Transformers {version('transformers')}: {len(lines)} types, of which {len(exact)} are exact.",
         "",
     ]
-    rows += [f"## Exact ({len(exact)})", "", "| type | class | notes |", "|---|---|---|"]
-    rows += [f"| {line.model_type} | {line.class_name} | {_notes(line)} |" for line in exact]
+    rows += [f"## Exact ({len(exact)})", "", "| type | class | `tp=2` | notes |", "|---|---|---|---|"]
+    rows += [
+        f"| {line.model_type} | {line.class_name} | {_tensor(line)} | {_notes(line)} |" for line in exact
+    ]
     rows += ["", f"## Refused ({len(others)})", "", "| type | class | why |", "|---|---|---|"]
     for line in others:
         why = _short(line.detail, line.class_name)
@@ -54,6 +56,14 @@ def statuses(page: Path) -> dict[str, str]:
     return found
 
 
+def _tensor(line: Line) -> str:
+    status, detail = line.tensor
+    if status != "refused":
+        return status
+    why = re.sub(rf" of layer \d+ of {line.class_name}", "", _short(detail, line.class_name))
+    return f"refused: {why}"
+
+
 def _notes(line: Line) -> str:
     notes = ["sliding windows"] if line.windowed and line.status == "exact" else []
     for variant, (status, detail) in line.variants.items():
@@ -68,7 +78,7 @@ def _notes(line: Line) -> str:
 
 def _short(detail: str, class_name: str) -> str:
     """The reason of a refusal, without the name that stands beside it and the advice behind it."""
-    text = re.split(r"; |\. ", re.sub(r"^(ring|ulysses)=2: ", "", detail))[0]
+    text = re.split(r"; |\. ", re.sub(r"^(ring|ulysses|tp)=2: ", "", detail))[0]
     text = re.sub(rf"^{class_name}( \(model_type '[^']*'\))? ", "", text)
     text = re.sub(
         r", (so (a )?packed|so its attention|so its router|so it would|which would|and ranks that share).*",

@@ -12,6 +12,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tests.models.models_page import statuses, table
 from tests.models.table import Line, examine
 
+TENSOR = {"deepseek_v2", "gpt_bigcode", "jetmoe", "moshi", "phi3"}
+"""Those of them that `tp` cannot share."""
+
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 README = PAGE.parents[1] / "README.md"
 
@@ -60,6 +63,7 @@ def test_exact_on_every_mesh(model_type: str) -> None:
     line = examine(model_type)
     assert line.status == "exact", line
     assert {status for status, _ in line.variants.values()} <= {"exact", "refused"}, line
+    assert line.tensor[0] == ("refused" if model_type in TENSOR else "exact"), line
 
 
 @of_this_release
@@ -87,13 +91,25 @@ def test_the_page_is_of_the_newest_release_that_is_supported() -> None:
 
 def test_a_row_says_what_was_found() -> None:
     lines = [
-        Line("a", "AForCausalLM", "exact", windowed=True, variants={"output_router_logits": ("exact", "")}),
+        Line(
+            "a",
+            "AForCausalLM",
+            "exact",
+            windowed=True,
+            variants={"output_router_logits": ("exact", "")},
+            tensor=(
+                "refused",
+                "tp=2: the attention of layer 0 of AForCausalLM (A) has b of shape (8,), which "
+                "tp=2 does not know to share among heads; use tp=1",
+            ),
+        ),
         Line(
             "b", "BForCausalLM", "refused", "ring=2: BForCausalLM (model_type 'b') is odd; supported are even"
         ),
         Line("c", "CForCausalLM", "wrong", "lm_head.weight", 0.5),
     ]
     rows = table(lines).splitlines()
-    assert "| a | AForCausalLM | sliding windows; `output_router_logits`: exact |" in rows
+    why = "refused: the attention (A) has b of shape (8,), which tp=2 does not know to share among heads"
+    assert f"| a | AForCausalLM | {why} | sliding windows; `output_router_logits`: exact |" in rows
     assert "| b | BForCausalLM | is odd |" in rows
     assert "| c | CForCausalLM | wrong: lm_head.weight |" in rows
