@@ -75,8 +75,8 @@ def _add_layout(commands: Commands) -> None:
     parser.add_argument(
         "--model",
         help=(
-            "a tiny model (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers and "
-            "experts and tensor parallel ranks send"
+            "a tiny model (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers, its "
+            "experts and its tensor parallel ranks send"
         ),
     )
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts of --model")
