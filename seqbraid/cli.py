@@ -73,9 +73,11 @@ def _add_layout(commands: Commands) -> None:
     parser.add_argument(
         "--model",
         help=(
-            "a tiny model (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers send"
+            "a tiny model (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers and "
+            "experts send"
         ),
     )
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts of --model")
     parser.set_defaults(run=_layout)
 
 
@@ -90,9 +92,14 @@ def _layout(args: argparse.Namespace) -> int:
     )
     shown: list[RenderableType] = [layout_table(layout)]
     if args.model:
-        from .verify.exchange import exchange_report  # imports transformers, which takes a while
+        from .verify.exchange import (
+            exchange_report,
+            expert_report,
+        )  # imports transformers, which takes a while
 
         shown.append(exchange_report(layout, args.model))
+        if args.ep > 1:
+            shown.append(expert_report(layout, args.model, args.ep))
     Console().print(*shown)
     if args.svg:
         args.svg.write_text(layout_svg(layout), encoding="utf-8")

@@ -29,6 +29,15 @@ def exchange_of(model: str, mesh: str, lengths: str, capsys: pytest.CaptureFixtu
     return " ".join(capsys.readouterr().out.split("max/mean")[-1].split())
 
 
+def test_layout_shows_what_experts_send(capsys: pytest.CaptureFixture[str]) -> None:
+    """4 experts over 2 ranks, 2 for each of 200 tokens, of 32 channels of 2 bytes: half of them travel."""
+    shown = exchange_of("qwen3_moe", "--ring 2 --ep 2", "400", capsys)
+    assert "4 experts over 2 ranks, 2 for each token · 32 channels · bfloat16" in shown
+    assert "0 200 12,800 25,600 1 200 12,800 25,600" in shown
+    assert main(["layout", "--lengths", "400", "--model", "qwen3_moe", "--ep", "3"]) == 2
+    assert "--ep 3 does not divide the 4 experts of qwen3_moe; use one of 1, 2, 4" in capsys.readouterr().err
+
+
 def test_layout_shows_what_gated_delta_layers_send(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

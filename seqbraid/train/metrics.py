@@ -27,6 +27,8 @@ class StepCounts:
     """Labels that had the largest logit."""
     flops: float | None = None
     """What the model's arithmetic needed (`plan.flops.ModelFlops.step`)."""
+    experts: ExpertLoad | None = None
+    """Where tokens went, of a model with experts."""
 
 
 class StepMeter:
@@ -60,7 +62,6 @@ class StepMeter:
         data_wait_s: float,
         epoch: float = 0.0,
         fill: float | None = None,
-        expert_load: ExpertLoad | None = None,
     ) -> dict[str, float]:
         """The metrics of the step that ends now.
 
@@ -74,7 +75,6 @@ class StepMeter:
             data_wait_s: how long the step waited for its samples.
             epoch: passes over the data so far.
             fill: share of the step's rows that holds tokens.
-            expert_load: where tokens went, of a model with experts.
         """
         now = time.perf_counter()
         seconds = max(now - self._began, 1e-9)  # clocks tick coarsely
@@ -99,8 +99,8 @@ class StepMeter:
             found["fill"] = fill
         if counts.correct is not None:
             found["accuracy"] = counts.correct / max(counts.labels, 1)
-        if expert_load is not None:
-            found |= expert_load.summary()
+        if counts.experts is not None:
+            found |= counts.experts.summary()
         return {name: float(value) for name, value in found.items()}
 
 

@@ -247,6 +247,7 @@ class Trainer:
             agreed.counts["physical_tokens"],
             correct=int(out.correct_tokens),
             flops=1e6 * agreed.counts["megaflops"],
+            experts=out.expert_load,
         )
         metrics = self.meter.step(
             counts,
@@ -256,7 +257,6 @@ class Trainer:
             data_wait_s=data.wait_s,
             epoch=data.epoch,
             fill=data.fill,
-            expert_load=out.expert_load,
         )
         self._after_step(metrics, agreed.flag)
         return agreed.flag

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..layout import SequenceLayout
+from ..models.router import stock_num_experts
 from ..models.stock import read_config
 from ..models.tiny.decoders import FAMILIES, tiny_config
 from ..sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
@@ -76,6 +77,39 @@ def exchange_report(layout: SequenceLayout, name: str) -> Group:
         table.add_row(str(rank), *cells)
     reason = _reason(sent, taken, refusal)
     return Group(Text(title, style="italic"), table, Text(f"{LABELS[taken]} is used: {reason}"))
+
+
+def expert_report(layout: SequenceLayout, name: str, ep: int) -> Group:
+    """The bytes that each rank sends to the experts of other ranks in one layer's forward, where routers are
+    level, and at most.
+    """
+    config = config_of(name)
+    text = config.get_text_config()
+    experts, picks = stock_num_experts(text), getattr(text, "num_experts_per_tok", None)
+    if experts is None or picks is None:
+        return Group(Text(f"{name} has no experts that its config describes: use --ep 1"))
+    if ep < 1 or experts % ep:
+        choices = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise ValueError(f"--ep {ep} does not divide the {experts} experts of {name}; use one of {choices}")
+    dtype = text.dtype or config.dtype or torch.bfloat16
+    row = text.hidden_size * dtype.itemsize
+    title = (
+        f"{name}: bytes a rank sends to experts in one layer's forward where routers are level\n"
+        f"{experts} experts over {ep} ranks, {picks} for each token · {text.hidden_size} channels · "
+        f"{str(dtype).removeprefix('torch.')}"
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("rank", "tokens", "to experts", "at most"):
+        table.add_column(column, justify="right")
+    for rank in range(layout.num_ranks):
+        tokens = int(layout.shard(torch.ones(layout.num_tokens), rank).sum())
+        there = tokens * picks * row
+        table.add_row(str(rank), f"{tokens:,}", f"{there * (ep - 1) // ep:,}", f"{there:,}")
+    return Group(
+        Text(title, style="italic"),
+        table,
+        Text("The outputs come back, as many bytes; gradients go both ways again."),
+    )
 
 
 def _reason(sent: dict[str, list[int]], taken: str, refusal: str) -> str:
