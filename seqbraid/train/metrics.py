@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..models.output import ExpertLoad
+from ..models.agreement import Agreed
+from ..models.output import ExpertLoad, StepOutput
 
 GIB = 2.0**30
 
@@ -29,6 +30,18 @@ class StepCounts:
     """What the model's arithmetic needed (`plan.flops.ModelFlops.step`)."""
     experts: ExpertLoad | None = None
     """Where tokens went, of a model with experts."""
+
+    @staticmethod
+    def of(agreed: Agreed, out: StepOutput) -> StepCounts:
+        """What the ranks agreed on, and what a step gave."""
+        return StepCounts(
+            agreed.counts["tokens"],
+            agreed.label_tokens,
+            agreed.counts["physical_tokens"],
+            correct=int(out.correct_tokens),
+            flops=1e6 * agreed.counts["megaflops"],
+            experts=out.expert_load,
+        )
 
 
 class StepMeter:

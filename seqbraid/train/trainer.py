@@ -241,16 +241,8 @@ class Trainer:
         update(self.optimizer, gradients, norm, config.clip_norm, rate)
         self.step += 1
         self.trained += 1
-        counts = StepCounts(
-            agreed.counts["tokens"],
-            agreed.label_tokens,
-            agreed.counts["physical_tokens"],
-            correct=int(out.correct_tokens),
-            flops=1e6 * agreed.counts["megaflops"],
-            experts=out.expert_load,
-        )
         metrics = self.meter.step(
-            counts,
+            StepCounts.of(agreed, out),
             loss=loss,
             grad_norm=norm,
             lr=rate,
