@@ -16,6 +16,7 @@ PARTS = {"gpu_time", "step_cases", "step_profile", "step_ways"}
 SCRIPTS = sorted({path.stem for path in FOLDER.glob("[!_]*.py")} - PARTS)
 SMALL = {
     "balance": "--rows 2 --row-tokens 32768 --ring 2",
+    "experts": "--tokens 64 --hidden 32 --intermediate 16 --experts 8 --picks 2 --repeats 1",
     "loss_memory": "--tokens 256 --vocabulary 512 --hidden 16",
     "media_balance": "--images 8 --rows 2",
     "memory_per_rank": "--tokens 1024 --hidden 16 --layers 1 --ranks 2",
