@@ -13,11 +13,12 @@ from torch import nn
 
 from ..comm.consensus import gather_objects
 from ..data.stream.loader import StepData
+from ..distributed.gradients import local
 from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from ..models.braided import BraidedModel
 from ..models.output import StepOutput
-from .optimizer import gradients_by_parameter, local
+from .optimizer import gradients_by_parameter
 
 
 class NonFiniteError(RuntimeError):

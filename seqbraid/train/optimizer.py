@@ -1,4 +1,4 @@
-"""AdamW, with float32 master weights where parameters are narrower, and the norm of the whole gradient."""
+"""AdamW, with float32 master weights where parameters are narrower."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from ..mesh import Mesh
+from ..distributed.gradients import clip_gradients, local
 from .config import StepConfig
 
 
@@ -103,11 +102,6 @@ class MasterAdamW(torch.optim.AdamW):
         return state
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, the same memory."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What the next step would use."""
     return list(gradients_by_parameter(optimizer).values())
@@ -120,20 +114,6 @@ def gradients_by_parameter(optimizer: torch.optim.Optimizer) -> dict[Tensor, Ten
         return optimizer.gradients()
     trained = (p for group in optimizer.param_groups for p in group["params"])
     return {p: p.grad for p in trained if p.grad is not None}
-
-
-@torch.no_grad()
-def gradient_norm(gradients: list[Tensor], mesh: Mesh) -> float:
-    """The norm of the whole gradient, over all parameters and all ranks that hold parts of it.
-
-    Ranks of `dp_replicate` hold the same parts, so they are not added.
-    """
-    device = gradients[0].device if gradients else torch.device("cpu")
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    for gradient in gradients:
-        square += torch.linalg.vector_norm(local(gradient), dtype=torch.float32).double().square()
-    mesh.sum_over_parts(square)
-    return float(square.sqrt())
 
 
 def update(
@@ -149,10 +129,3 @@ def update(
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
-
-
-@torch.no_grad()
-def clip_gradients(gradients: list[Tensor], norm: float, largest: float | None) -> None:
-    """Scale the whole gradient down to the largest norm that is allowed."""
-    if largest is not None and norm > largest:
-        torch._foreach_mul_([local(gradient) for gradient in gradients], largest / norm)

@@ -13,6 +13,7 @@ import torch
 from ..comm.consensus import check_alike, gather_objects, raised_by_all
 from ..comm.whereabouts import Stopped, Whereabouts
 from ..data.stream.loader import StepData
+from ..distributed.gradients import gradient_norm
 from ..mesh import Mesh
 from ..models.agreement import Agreed
 from ..models.step import Step, agree_on, forward_backward
@@ -30,7 +31,6 @@ from .metrics import StepCounts, StepMeter
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
 from .optimizer import (
     MasterAdamW,
-    gradient_norm,
     gradients_of,
     make_optimizer,
     update,

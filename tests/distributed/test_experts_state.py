@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from seqbraid import Mesh, pack, parallelize
+from seqbraid.distributed.gradients import clip_grad_norm_, clip_gradients, gradient_norm
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.estimate import memory_estimate
@@ -20,8 +21,6 @@ from seqbraid.train.checkpoint.checkpoints import Checkpoints
 from seqbraid.train.config import StepConfig
 from seqbraid.train.optimizer import (
     MasterAdamW,
-    clip_gradients,
-    gradient_norm,
     gradients_of,
     make_optimizer,
 )
@@ -61,6 +60,26 @@ def stepped(axes: dict[str, int], dtype: torch.dtype) -> Any:
         optimizer.zero_grad()
     assert isinstance(optimizer, MasterAdamW) == (dtype == torch.bfloat16)
     return norms, {name: full(p) for name, p in model.model.named_parameters()}
+
+
+def clipped() -> Any:
+    mesh = Mesh(dp_shard=2, ep=2)
+    model = parallelize(tiny_model("qwen3_moe"), mesh)
+    data = random_samples([40, 9, 30, 21], 97)[mesh.data_rank :: 2]
+    model(pack(data, model.model.config, mesh)).loss.backward()
+    torchs = False
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    except Exception:
+        torchs = True
+    found = [clip_grad_norm_(model, 0.1), clip_grad_norm_(model, 0.1)]
+    whole = torch.stack([full(p.grad).norm() for p in model.parameters() if p.grad is not None]).norm()
+    return torchs, found, float(whole)
+
+
+def test_own_loops_clip_where_torch_raises() -> None:
+    for torchs, (before, after), whole in ranks.run(clipped, 2):
+        assert torchs and before > 0.1 and after == pytest.approx(0.1) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)

@@ -7,15 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from seqbraid.distributed import parallelize
+from seqbraid.distributed.gradients import clip_gradients, gradient_norm, local
 from seqbraid.mesh import Mesh
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.config import StepConfig
 from seqbraid.train.optimizer import (
     MasterAdamW,
-    clip_gradients,
-    gradient_norm,
     gradients_of,
-    local,
     make_optimizer,
 )
 from tests.helpers.ranks import run
