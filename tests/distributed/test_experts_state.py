@@ -78,8 +78,8 @@ def clipped() -> Any:
 
 
 def test_own_loops_clip_where_torch_raises() -> None:
-    for torchs, (before, after), whole in ranks.run(clipped, 2):
-        assert torchs and before > 0.1 and after == pytest.approx(0.1) == pytest.approx(whole)
+    for torchs, (before, after), norm in ranks.run(clipped, 2):
+        assert torchs and before > 0.1 and after == pytest.approx(0.1) == pytest.approx(norm)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
