@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from ..comm.dispatch import Dispatch, ExpertRows
 from ..comm.group import Group
 from ..ops.grouped_linear import grouped_linear
-from ..ops.kernels import DEFAULT, Kernels
+from ..ops.kernels import KernelOptions, Kernels
 from ..ops.swiglu import SWIGLU, fused_swiglu
 from ..ops.triton_status import RowsNeed
 from . import recognise
@@ -26,6 +26,9 @@ SIZES = (
     *("hidden_dim", "hidden_size", "intermediate_dim", "intermediate_size"),
 )
 """What the families call sizes that the forward of experts may ask for."""
+
+LOOP = Kernels(KernelOptions(experts="torch", swiglu="torch"))
+"""What a copy is run with, whatever is installed."""
 
 
 class ExpertKind(NamedTuple):
@@ -123,7 +126,7 @@ def _computes(module: nn.Module, kind: ExpertKind) -> bool:
         index_TK = torch.tensor(index, device="cpu").repeat(4, 1)[:7]
         dispatch = Dispatch.of(index_TK, 3, Group())
         try:
-            y_PD = run_experts(copy, kind, dispatch.to_experts(hidden_TD), dispatch.rows, DEFAULT)
+            y_PD = run_experts(copy, kind, dispatch.to_experts(hidden_TD), dispatch.rows, LOOP)
             ours = weighted_sum(dispatch.from_experts(y_PD), weights_TK, hidden_TD.dtype)
         except Exception:  # of other shapes, or without what the kind asks for
             return False

@@ -18,6 +18,9 @@ from ..sequence_parallel.context import StepContext
 from .expert_kind import ExpertKind, expert_kind, run_experts, weighted_sum
 from .running import running_step
 
+TORCHS = ("eager", "grouped_mm", "batched_mm")
+"""What transformers calls the ways to run experts that need torch alone."""
+
 
 def are_experts(module: nn.Module) -> bool:
     """The experts of a layer as one module, called with hidden states and, per token, whom it goes to."""
@@ -50,6 +53,9 @@ class BraidedExperts:
         """On all ranks together."""
         self.group = Group()
         """The ranks over which the experts lie; `BraidedModel.join_groups` says so."""
+        asked = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        self.has_kernel = asked not in (None, *TORCHS)
+        """Whether the model was told to run its experts by a kernel that we do not have."""
 
     def __call__(self, hidden_TD: Tensor, *routing: Any, **routing_by_name: Any) -> Tensor:
         step, alone = running_step(), self.group.size == 1
@@ -59,14 +65,14 @@ class BraidedExperts:
         if alone and (step is None or not plain):
             return self.stock(hidden_TD, *routing, **routing_by_name)
         indices = [x for x in given if isinstance(x, Tensor) and not x.is_floating_point()]
-        if self.kind is None or not plain or len(given) != 2 or len(indices) != 1:
-            if not alone:
-                raise ValueError(
-                    f"{type(self.module).__name__} was not called with hidden states, the experts of each "
-                    f"token and their weights, so they cannot lie over ep={self.group.size} ranks; use ep=1"
-                )
-            assert step is not None
+        is_known = self.kind is not None and plain and len(given) == 2 and len(indices) == 1
+        if step is not None and alone and (self.has_kernel or not is_known):
             return _stock_rows(self.stock, step, hidden_TD, routing, routing_by_name)
+        if not is_known:
+            raise ValueError(
+                f"{type(self.module).__name__} was not called with hidden states, the experts of each token "
+                f"and their weights, so they cannot lie over ep={self.group.size} ranks; use ep=1"
+            )
         weights_TK = next(x for x in given if x is not indices[0])
         return self._of_slots(step, hidden_TD, indices[0], weights_TK)
 

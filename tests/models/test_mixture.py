@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations import moe
 
 import seqbraid as sb
 from seqbraid import Mesh
@@ -106,3 +107,22 @@ def test_dropout_is_the_same_on_every_mesh(model_type: str) -> None:
     for axes in MESHES[1:]:
         for found in ranks.run(step, size_of(axes), model_type, axes, 0.3, 11):
             assert_alike(found, expected, axes)
+
+
+def test_a_kernel_that_the_model_was_told_to_use_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts: one that a package brings; those of torch are ours."""
+    called = []
+
+    def own(module: Any, hidden: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        called.append(len(hidden))
+        out: torch.Tensor = moe.grouped_mm_experts_forward(module, hidden, *routing)
+        return out
+
+    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "own", own)
+    for name, calls in (("own", [7, 7]), ("grouped_mm", [])):
+        stock = tiny_type_model("qwen3_moe", torch.float32)
+        stock.set_experts_implementation(name)
+        model = sb.parallelize(stock, Mesh(rank=0, world_size=1))
+        called.clear()
+        model(sb.pack(random_samples([7], 97), stock.config, multiple_of=16)).loss.backward()
+        assert called == calls, "without padding, once in each layer"
