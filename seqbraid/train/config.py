@@ -7,6 +7,7 @@ from functools import reduce
 from os.path import expanduser
 from typing import Any, Literal, get_type_hints
 
+from ..data.records.formats import FormatName, check_format
 from ..data.stream.plan import OnBadSample, OverLong
 from ..layout.pieces import Policy
 from ..ops.kernels import KernelOptions
@@ -44,6 +45,11 @@ class DataConfig:
     """JSONL files (globs too), folders that `datasets` saved, parquet files, or `hf:NAME`."""
     eval: list[str] | str = field(default_factory=list)
     """Held-out data in the same formats, evaluated every `train.eval_every` steps."""
+    format: FormatName = "auto"
+    """The format of the records; `auto` takes each record for what its keys say."""
+    end_of_document: str | None = None
+    """The token after each document of plain text and each plain completion; the tokenizer's `eos_token` when
+    left out."""
     media_root: str = "."
     """The folder that media paths are relative to; nothing outside of it is read."""
     ignore_keys: list[str] = field(default_factory=list)
@@ -53,7 +59,8 @@ class DataConfig:
     row_tokens: int = 8192
     """Tokens of a packed row: the maximum sequence length, and the micro-batch of `ring × ulysses` ranks."""
     over_long: OverLong = "error"
-    """What to do with a sample that is longer than a row; only text can be truncated."""
+    """What to do with a sample that is longer than a row: stop, leave it out, cut it to the first
+    `row_tokens` tokens (text only), or split it into pieces of a row each (plain text only)."""
     on_bad_sample: OnBadSample = "error"
     """Stop at a line that cannot be used, or leave it out, count it and list it in `bad_samples.jsonl`."""
     shuffle: bool = True
@@ -236,6 +243,7 @@ class TrainConfig:
         for name, number in positive.items():
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number} must be at least 1")
+        check_format(data.format)
         if steps.batch_tokens % data.row_tokens:
             below = steps.batch_tokens // data.row_tokens * data.row_tokens
             choices = " or ".join(str(n) for n in (below, below + data.row_tokens) if n)

@@ -57,6 +57,8 @@ class EncoderFactory:
             MediaFiles(Path(data.media_root), allow_urls=data.allow_urls),
             use_audio_in_video=data.use_audio_in_video,
             ignore_keys=data.ignore_keys,
+            format=data.format,
+            end_of_document=data.end_of_document,
             **{name: value for name, value in asked.items() if value is not None},
         )
 

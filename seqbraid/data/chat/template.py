@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..records.conversation import Conversation, Turn
 from .spans import MarkedConversation, Message, Span, all_texts
+from .special import special_pattern
 
 _REASONING, _END_OF_REASONING = "<think>", "</think>"
 """How reasoning stands in what the assistant says, where it has no key of its own."""
@@ -69,16 +70,9 @@ class ChatTemplate:
         return Rendered(marked.plain, spans, lost)
 
     @cached_property
-    def special_tokens(self) -> list[str]:
-        """Texts that become tokens with a meaning of their own, the longest first."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        found = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        return sorted(found, key=lambda token: (-len(token), token))
-
-    @cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Finds any of the special tokens."""
-        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
+        return special_pattern(self.tokenizer)
 
     def _rendered(
         self, messages: Sequence[Message], tools: Any, prompt: bool = False, spans: bool = False

@@ -124,11 +124,10 @@ class Loader:
         source, rows, mesh = reading.source, self._rows, self._mesh
         options.check()
         self._order = SampleOrder(len(source), rows.seed, rows.shuffle, rows.epochs)
-        texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes)
+        texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes, rows.over_long == "split")
         in_sequence = mesh.sequence_rank, mesh.sequence_size
         planner = None if prepare is None else prepare.plan
-        cuts = rows.over_long == "truncate"
-        tasks = Tasks(source, reading.make_encoder, rows.row_tokens, *in_sequence, cuts, planner)
+        tasks = Tasks(source, reading.make_encoder, rows.row_tokens, *in_sequence, rows.over_long, planner)
         if options.workers:
             self._workers: Workers | NoWorkers = Workers(tasks, options.workers, options.sample_limit_s)
         else:
@@ -182,13 +181,13 @@ class Loader:
         self._left_out.add(planned.bad, planned.over_long, bad, cut_short)
 
         # What one rank could not encode is left out by all, so that a sequence group keeps the same rows.
-        kept = [draw for row in planned.rows for draw in row if draw.position not in refused]
+        kept = [draw for row in planned.rows for draw in row if draw.key not in refused]
         self._check_fruitless(planned, kept)
         tokens = sum(min(draw.length, self._rows.row_tokens) for draw in kept)
         self._state, self._done = planned.state, planned.done
         encoded = {position: one for position, one in samples.items() if not isinstance(one, Refused)}
-        rows = [[draw for draw in row if draw.position not in refused] for row in encoding.rows]
-        rows_of_samples = [[encoded[draw.position] for draw in row] for row in rows]
+        rows = [[draw for draw in row if draw.key not in refused] for row in encoding.rows]
+        rows_of_samples = [[encoded[draw.key] for draw in row] for row in rows]
         unchanged = ready.prepared is not None and rows == encoding.rows
         return StepData(
             rows=rows_of_samples,
@@ -237,23 +236,23 @@ class Loader:
     def _agree_on_refused(
         self,
         encoding: Encoding,
-        samples: Mapping[int, dict[str, Any] | Refused],
+        samples: Mapping[tuple[int, int], dict[str, Any] | Refused],
         problem: Exception | None,
-    ) -> dict[int, tuple[BadSample, bool]]:
-        """The samples of the step that some rank could not encode, by position, and whether they have but no
+    ) -> dict[tuple[int, int], tuple[BadSample, bool]]:
+        """The samples of the step that some rank could not encode, by key, and whether they have but no
         label left; the same on every rank."""
-        own: dict[int, tuple[BadSample, bool]] = {}
+        own: dict[tuple[int, int], tuple[BadSample, bool]] = {}
         for draw in encoding.draws if samples else []:
-            sample = samples[draw.position]
+            sample = samples[draw.key]
             if isinstance(sample, Refused):
                 bad = BadSample(draw.sample, self._source.where(draw.sample), sample.reason)
-                own[draw.position] = bad, sample.cut_short
+                own[draw.key] = bad, sample.cut_short
         error, stop = stopped(problem)
         counts = agree(self._group, error, [stop, len(own)])
         raise_if_stopped(counts)
         if not any(count for _, count in counts):
             return {}
-        merged: dict[int, tuple[BadSample, bool]] = {}
+        merged: dict[tuple[int, int], tuple[BadSample, bool]] = {}
         for of_rank in reversed(gather_objects(self._group, own)):  # in the words of the first rank
             merged.update(of_rank)
         return merged
