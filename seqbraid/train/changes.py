@@ -11,7 +11,7 @@ from .config import keys
 from .weights import split_revision
 
 SILENT = ("model", "out", "resume", "checkpoint.", "log.", "timeouts.")
-SILENT += ("data.train", "data.workers", "data.prefetch_steps")
+SILENT += ("data.train", "data.workers", "data.prefetch_steps", "data.cache")
 """What changes no step of a run; what is in the data is compared by the loader."""
 
 NO_GRADIENT = ("mesh.", "memory.", "gated_delta", "kernels.", "data.policy")

@@ -42,7 +42,8 @@ class DataConfig:
     """The training data, and how it becomes samples and rows."""
 
     train: list[str] | str = field(default_factory=list)
-    """JSONL files (globs too), folders that `datasets` saved, parquet files, or `hf:NAME`."""
+    """Files (globs too): .jsonl, .json, .csv, .tsv, each also as .gz or .zst, and .parquet; folders that
+    `datasets` saved; or `hf:NAME`."""
     eval: list[str] | str = field(default_factory=list)
     """Held-out data in the same formats, evaluated every `train.eval_every` steps."""
     format: FormatName = "auto"
@@ -56,6 +57,11 @@ class DataConfig:
     """Keys of records and turns to ignore, such as ids and metadata; any other unknown key is refused."""
     allow_urls: bool = False
     """Download media given as http(s) URLs."""
+    cache: str | None = None
+    """The folder to which files without random access (compressed, `.json` arrays, CSV) are unpacked once;
+    the user's folder for caches when left out."""
+    cache_gib: float = 100.0
+    """The most that folder may hold; what was not used for longest is deleted from it."""
     row_tokens: int = 8192
     """Tokens of a packed row: the maximum sequence length, and the micro-batch of `ring × ulysses` ranks."""
     over_long: OverLong = "error"
@@ -244,6 +250,8 @@ class TrainConfig:
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number} must be at least 1")
         check_format(data.format)
+        if not data.cache_gib > 0:
+            raise ValueError(f"data.cache_gib={data.cache_gib} must be above 0")
         if steps.batch_tokens % data.row_tokens:
             below = steps.batch_tokens // data.row_tokens * data.row_tokens
             choices = " or ".join(str(n) for n in (below, below + data.row_tokens) if n)
@@ -290,6 +298,7 @@ class TrainConfig:
                 train=_at_home(data.train),
                 eval=_at_home(data.eval),
                 media_root=expanduser(data.media_root),
+                cache=None if data.cache is None else expanduser(data.cache),
             ),
         )
 
@@ -316,6 +325,7 @@ def _at_home(paths: list[str] | str) -> list[str] | str:
 
 
 OF_A_MACHINE = ("model", "out", "data.train", "data.eval", "data.media_root", "data.workers")
+OF_A_MACHINE += ("data.cache", "data.cache_gib")
 """What may differ from rank to rank: where things lie. What is in them is compared elsewhere."""
 
 

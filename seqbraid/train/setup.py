@@ -17,6 +17,7 @@ from ..comm.whereabouts import Whereabouts
 from ..data.encode import SampleEncoder
 from ..data.media.files import MediaFiles
 from ..data.media.processor import load_processor
+from ..data.records.cache import GIB, RecordCache
 from ..data.records.source import Source, open_source
 from ..data.stream.loader import Loader, Reading
 from ..data.stream.plan import RowOptions
@@ -148,10 +149,10 @@ def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel
     return model
 
 
-def open_data(paths: list[str] | str, mesh: Mesh) -> Source:
+def open_data(paths: list[str] | str, data: DataConfig, mesh: Mesh) -> Source:
     """The records of some files; where one rank cannot read them, all refuse."""
     with raised_by_all(mesh.cpu_group):
-        source = open_source(paths)
+        source = open_source(paths, RecordCache(data.cache, data.cache_gib * GIB))
         source.fingerprint, len(source)  # read now, and then known
     return source
 
@@ -205,5 +206,5 @@ def _loader(
     data, mesh = config.data, prepare.mesh
     workers = WorkerOptions(data.workers, data.prefetch_steps, config.timeouts.loader)
     make_encoder = EncoderFactory(config.model, data, prepare.config)
-    reading = Reading(open_data(paths, mesh), make_encoder, bad_file)
+    reading = Reading(open_data(paths, data, mesh), make_encoder, bad_file)
     return Loader(reading, mesh, rows, workers, prepare, where)
