@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 from .known_keys import known_keys
 from .parts import LIST_OF_KIND, Kind, Marker, MediaRef, listed_media, parse_content
 from .plain_json import check_plain, show
-from .tools import check_tool_calls, parse_tools
+from .tools import calls_of_text, parse_tool_calls, parse_tools
 
 __all__ = ["Conversation", "Kind", "MediaRef", "Role", "Turn", "parse_conversation"]
 
@@ -35,7 +35,11 @@ OPENAI_ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "tool_response": "tool",
+    "observation": "tool",
     "function": "tool",
+    "tool_call": "assistant",
+    "function_call": "assistant",
 }
 SHAREGPT_ROLES: dict[str, Role] = {
     "system": "system",
@@ -46,7 +50,12 @@ SHAREGPT_ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "tool_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
 }
+CALLS = ("tool_call", "function_call")
+"""Roles of turns whose content is the JSON of calls, in the words of ms-swift and LLaMA-Factory."""
 STYLES = (
     "a conversation has either `messages` (role and content), `conversations` (from and value), or `query` "
     "and `response`"
@@ -185,8 +194,25 @@ def _with_system(record: Mapping[str, Any], messages: Iterable[Message]) -> Iter
 
 def listed_turns(messages: Any, style: str, ignored: Collection[str]) -> Iterator[Message]:
     """The turns of a list of messages that stands under the key `style`, ShareGPT's `conversations` or one
-    in OpenAI's words.
+    in OpenAI's words. Calls that are turns of their own become part of the assistant's turn before them.
     """
+    spoken: list[Message] = []
+    for where, role, message, calls in _spoken(messages, style, ignored):
+        if calls and spoken and spoken[-1][1] == "assistant":
+            before = spoken[-1][2]
+            if any(before.get(key) != message.get(key) for key in LOSS_KEYS):
+                raise ValueError(f"{where} is one turn with that before it, but only one of them has labels")
+            both = [*before.get("tool_calls", ()), *message["tool_calls"]]
+            spoken[-1] = (*spoken[-1][:2], {**before, "tool_calls": both})
+        else:
+            spoken.append((where, role, message))
+    yield from spoken
+
+
+def _spoken(
+    messages: Any, style: str, ignored: Collection[str]
+) -> Iterator[tuple[str, Role, Mapping[str, Any], bool]]:
+    """The turns one by one, and whether they are calls."""
     who, what, roles = (
         ("from", "value", SHAREGPT_ROLES) if style == "conversations" else ("role", "content", OPENAI_ROLES)
     )
@@ -204,7 +230,13 @@ def listed_turns(messages: Any, style: str, ignored: Collection[str]) -> Iterato
         if style == "conversations" and not isinstance(message.get("value"), str):
             raise ValueError(f"{where}.value is a string, not {show(message.get('value'))}")
         turn = known_keys(message, (who, what, *TURN_KEYS), ignored, where)
-        yield where, roles[role], {**turn, "content": message.get(what)}
+        if role in CALLS:
+            if "tool_calls" in turn:
+                raise ValueError(f"{where} is a {role} turn with tool_calls; keep one of them")
+            calls = calls_of_text(message.get(what), f"{where}.{what}")
+            yield where, roles[role], {**turn, "content": None, "tool_calls": calls}, True
+        else:
+            yield where, roles[role], {**turn, "content": message.get(what)}, False
 
 
 def history_turns(record: Mapping[str, Any]) -> Iterator[Message]:
@@ -258,7 +290,7 @@ def _turn(where: str, role: Role, parts: Sequence[str | MediaRef], message: Mapp
         if not isinstance(extra.get(key, ""), str):
             raise ValueError(f"{where}.{key} is a string, not {show(extra[key])}")
     if "tool_calls" in extra:
-        check_tool_calls(extra["tool_calls"], role, f"{where}.tool_calls")
+        extra["tool_calls"] = parse_tool_calls(extra["tool_calls"], role, f"{where}.tool_calls")
     if role == "system" and any(isinstance(part, MediaRef) for part in parts):
         raise ValueError(f"{where} is a system turn with media; move them to a user turn")
     said = any(isinstance(part, str) and part.strip() for part in parts)
@@ -280,6 +312,11 @@ def _loss(message: Mapping[str, Any], role: Role, where: str) -> bool:
     key = given[0]
     # A list is equal to no number, and True is 1: both are what is meant here.
     if message[key] not in (0, 1):
+        if isinstance(message[key], int | float):
+            raise ValueError(
+                f"{where}.{key} is {show(message[key])}, but the loss counts every label token once; "
+                "give 0 or 1, true or false"
+            )
         raise ValueError(f"{where}.{key} is true or false, not {show(message[key])}")
     if message[key] and role != "assistant":
         raise ValueError(f"{where}.{key} is true on a {role} turn; only assistant turns have labels")

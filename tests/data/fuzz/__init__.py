@@ -10,7 +10,7 @@ from tests.helpers.media import write_media
 
 from .case import ANSWER, QUESTION, Case, media_root, part
 from .files import files, paths
-from .formats import wrong_formats
+from .formats import wrong_calls, wrong_formats
 from .records import not_json, wrong_media, wrong_turns, wrong_types
 
 
@@ -25,6 +25,7 @@ def make_corpus(folder: Path, seed: int = 0) -> list[Case]:
         *wrong_types(),
         *wrong_turns(),
         *wrong_formats(),
+        *wrong_calls(),
         *wrong_media(),
         *paths(folder),
         *files(root, random_),

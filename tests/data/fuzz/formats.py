@@ -56,3 +56,35 @@ def wrong_formats() -> Iterator[Case]:
     deep = line({"prompt": "?", "completion": "x"})[:-1] + b', "tools": ' + b"[" * 90 + b"]" * 90 + b"}"
     yield Case(deep, "unknown key 'tools'|deeper", "deep tools of a plain completion")
     yield Case(line({"text": "\ud800"}), "surrogate", "lone surrogate in a text")
+
+
+def wrong_calls() -> Iterator[Case]:
+    cases = {
+        "calls not JSON": (
+            [QUESTION, {"role": "tool_call", "content": "f(x)"}],
+            r"\[1\].content is the JSON",
+        ),
+        "calls of a number": ([QUESTION, {"role": "function_call", "content": "5"}], r"content\[0\] is"),
+        "calls twice": (
+            [QUESTION, {"role": "tool_call", "content": '{"name": "f"}', "tool_calls": [{"name": "f"}]}],
+            "with tool_calls; keep one",
+        ),
+        "half learnt call": (
+            [QUESTION, {**ANSWER, "loss": False}, {"role": "tool_call", "content": '{"name": "f"}'}],
+            "only one of them has labels",
+        ),
+        "half a weight": (
+            [QUESTION, {**ANSWER, "weight": 0.5}],
+            "counts every label token once; give 0 or 1",
+        ),
+        "arguments not JSON": (
+            [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}],
+            "arguments is a string that is not JSON",
+        ),
+        "arguments are a list": (
+            [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "JSON of an object, not of",
+        ),
+    }
+    for name, (messages, expect) in cases.items():
+        yield Case(line({"messages": messages}), expect, f"calls: {name}")
