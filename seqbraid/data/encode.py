@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,8 +21,9 @@ from .media.frames import Grid
 from .media.items import ClipItem, MediaItems, MediaOptions, MediaReader, VideoItem
 from .media.placeholders import Expanded, Placeholder, Placeholders
 from .plain import PlainText, within
-from .records.conversation import Conversation
+from .records.conversation import Conversation, Turn
 from .records.formats import FormatName, Parsed, check_format, check_ignored, parse_record
+from .records.mix import Described, RecordOptions
 
 
 class _Text(NamedTuple):
@@ -42,6 +43,7 @@ class SampleEncoder:
         template_options: handed to the chat template, such as `enable_thinking`.
         ignore_keys: keys of a record or of a turn that may be there and are not read, such as ids.
         format: of the records; `auto` takes each for what its keys say.
+        system: the system prompt of conversations that have none.
         end_of_document: the token after each document; the tokenizer's `eos_token` when left out.
         options: fields of `MediaOptions`.
     """
@@ -55,6 +57,7 @@ class SampleEncoder:
         template_options: Mapping[str, Any] | None = None,
         ignore_keys: Iterable[str] = (),
         format: FormatName = "auto",
+        system: str | None = None,
         end_of_document: str | None = None,
         **options: Any,
     ) -> None:
@@ -66,6 +69,7 @@ class SampleEncoder:
         self.media_ids = self._checked_ids()
         check_format(format)
         self.format, self.ignored_keys = format, check_ignored(ignore_keys)
+        self.system = system
         vocabulary = config.get_text_config().vocab_size
         self.plain = PlainText(processor, vocabulary, self.media_ids, end_of_document)
         self.media = MediaReader(processor, self.family, media, _media_options(options))
@@ -93,7 +97,7 @@ class SampleEncoder:
 
     def encode_text(self, record: Any) -> tuple[Ints, Ints] | None:
         """Ids and labels of a record without media, which are its whole sample; None for one with media."""
-        parsed = parse_record(record, self.ignored_keys, self.format)
+        parsed = self._parsed(record)
         has_media = isinstance(parsed, Conversation) and parsed.media
         return None if has_media else self._text(parsed, self.media.measure([]))
 
@@ -115,8 +119,20 @@ class SampleEncoder:
         is_own = [encoder == rank for encoder in media_ranks]
         return sample | self.media.decode(items, is_own) | {"media_ranks": list(media_ranks)}
 
+    def _parsed(self, record: Any) -> Parsed:
+        """A record in the form of its format, read as its source asks."""
+        options = RecordOptions()
+        if isinstance(record, Described):
+            record, options = record.record, record.options
+        ignored = self.ignored_keys | options.ignore_keys
+        parsed = parse_record(record, ignored, options.format or self.format)
+        system = self.system if options.system is None else options.system
+        if not system or not isinstance(parsed, Conversation) or parsed.turns[0].role == "system":
+            return parsed
+        return replace(parsed, turns=(Turn("system", (system,), False), *parsed.turns))
+
     def _read(self, record: Any) -> tuple[Parsed, MediaItems]:
-        parsed = parse_record(record, self.ignored_keys, self.format)
+        parsed = self._parsed(record)
         return parsed, self.media.measure(parsed.media if isinstance(parsed, Conversation) else [])
 
     def _text(self, parsed: Parsed, items: MediaItems) -> _Text:

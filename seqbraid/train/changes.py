@@ -19,6 +19,9 @@ SCHEDULE = ("train.lr", "train.schedule", "train.warmup", "train.final_lr")
 LENGTH = ("train.steps", "train.epochs")
 
 
+LONGEST = 120
+"""Characters of a value that are shown; a chat template has more."""
+
 UNCHANGED = ("model", "precision", "lora", "freeze")
 """What a resumed run must have as it was; the loader looks after the data, all else may change."""
 
@@ -54,8 +57,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> lis
         except KeyError:  # of another version
             continue
         if was != has:
-            found.append(f"{name} is {has!r}, was {was!r}: {_effect(name, step + 1)}")
+            found.append(f"{name} is {_shown(has)}, was {_shown(was)}: {_effect(name, step + 1)}")
     return found
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def _effect(name: str, first: int) -> str:

@@ -62,11 +62,13 @@ def parse_record(record: Any, ignored: Collection[str] = (), name: FormatName = 
     return FORMATS[_format_of(record, ignored, name)].parse(record, ignored)
 
 
-def check_ignored(keys: Iterable[str]) -> frozenset[str]:
+def check_ignored(keys: Iterable[str], option: str = "data") -> frozenset[str]:
     """The keys that are to be ignored, none of which may be one that is read."""
     found = frozenset([keys] if isinstance(keys, str) else keys)
     if read := sorted(found & NOT_TO_IGNORE):
-        raise ValueError(f"data.ignore_keys has {', '.join(read)}, which is used; remove it from the list")
+        raise ValueError(
+            f"{option}.ignore_keys has {', '.join(read)}, which is used; remove it from the list"
+        )
     return found
 
 

@@ -43,20 +43,24 @@ class Source(Protocol):
         """Changes when the records do."""
 
 
-def open_source(paths: str | Sequence[str], cache: RecordCache | None = None) -> Source:
+def open_source(
+    paths: str | Sequence[str], cache: RecordCache | None = None, beside: Sequence[str] = ()
+) -> Source:
     """Open one or several sources as one, in the order given; the files of a pattern are sorted by name.
 
-    Files that cannot be read at random are unpacked to a folder, the `cache`.
+    Files that cannot be read at random are unpacked to a folder, the `cache`. Names of records differ from
+    those in other files, `beside`.
     """
     cache = RecordCache() if cache is None else cache
     paths = [paths] if isinstance(paths, str) else list(paths)
-    names = [name for path in paths for name in _expand(str(path))]
+    names = [name for path in paths for name in expand(str(path))]
     if not names:
         raise ValueError(f"no data source is given; give {ACCEPTED}")
     # A file's own name is enough to find it by, unless two files share it.
     short = [Path(name).name for name in names]
+    taken = [*short, *(Path(name).name for name in beside)]
     sources = [
-        _open_one(name, own if short.count(own) == 1 else name, cache)
+        _open_one(name, own if taken.count(own) == 1 else name, cache)
         for name, own in zip(names, short, strict=True)
     ]
     empty = [name for name, source in zip(names, sources, strict=True) if not len(source)]
@@ -121,7 +125,8 @@ class JoinedSource:
         return self.sources[number], index - self._starts[number]
 
 
-def _expand(path: str) -> list[str]:
+def expand(path: str) -> list[str]:
+    """The files of a pattern, sorted by name; any other path as it is."""
     if path.startswith("hf:") or os.path.exists(path):
         return [path]
     if not glob.has_magic(path):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from multiprocessing import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...comm.consensus import agree, check_alike, gather_objects, raised_by_all
 from ...comm.whereabouts import Whereabouts
@@ -19,7 +19,7 @@ from ...models.media import media_ranks
 from .encoding import Encoding, Preparation, Ready, StepEncoder
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring, raise_if_stopped, stopped
-from .order import SampleOrder
+from .order import MixedOrder, SampleOrder
 from .plan import BadSample, Draw, PlannedStep, RowOptions, StepPlanner
 from .tasks import Encoder, Refused, Tasks
 from .texts import Texts
@@ -53,6 +53,14 @@ class StepData:
     """How long this call was blocked because samples were not ready."""
     prepared: Any = None
     """What the loader's `prepare` made of the rows."""
+
+
+@runtime_checkable
+class Mixed(Protocol):
+    """A source of several that are drawn from by weights; their records follow each other."""
+
+    sizes: list[int]
+    weights: list[float]
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ class Loader:
         self._rows, self._prefetch_steps = rows, workers.prefetch_steps
         self._clock = Clock(where)
         source = {"source": reading.source.fingerprint, "num_samples": len(reading.source)}
-        self._settings = source | rows.in_state
+        mix = {} if not isinstance(reading.source, Mixed) else {"weights": list(reading.source.weights)}
+        self._settings = source | mix | rows.in_state
         alike = {"epochs": rows.epochs, "on_bad_sample": rows.on_bad_sample}
         alike |= {"prefetch_steps": workers.prefetch_steps, "cost": list(astuple(rows.cost))}
         check_alike(self._group, self._settings | alike)
@@ -123,7 +132,11 @@ class Loader:
         """The order of the samples, the workers, and the planner of the steps."""
         source, rows, mesh = reading.source, self._rows, self._mesh
         options.check()
-        self._order = SampleOrder(len(source), rows.seed, rows.shuffle, rows.epochs)
+        drawn = rows.seed, rows.shuffle, rows.epochs
+        if isinstance(source, Mixed):
+            self._order: SampleOrder = MixedOrder(source.sizes, source.weights, *drawn)
+        else:
+            self._order = SampleOrder(len(source), *drawn)
         texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes, rows.over_long == "split")
         in_sequence = mesh.sequence_rank, mesh.sequence_size
         planner = None if prepare is None else prepare.plan
