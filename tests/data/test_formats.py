@@ -212,8 +212,15 @@ def test_a_format_may_be_named() -> None:
         ids_and_labels(record, format="tokens")
     with pytest.raises(ValueError, match=r"'alpca' is no format.*did you mean 'alpaca'"):
         encoder(format="alpca")
-    with pytest.raises(ValueError, match="ignore_keys has labels"):
-        check_ignored(["labels"])
+    with pytest.raises(ValueError, match="ignore_keys has labels, which records of the format tokens use"):
+        ids_and_labels({"input_ids": [5, 6], "labels": [-100, 6]}, ignore_keys=["labels"])
+    talk = {"messages": [USER, ANSWER]}
+    found = ids_and_labels(
+        {**talk, "labels": 3, "input": "x", "prompt": "y"}, ignore_keys=["labels", "input", "prompt"]
+    )
+    assert found == ids_and_labels(talk)
+    with pytest.raises(ValueError, match="ignore_keys has tools"):
+        check_ignored(["tools"])
 
 
 def test_the_table_has_each_format_once() -> None:

@@ -49,7 +49,8 @@ class RecordCache:
             folder.mkdir(parents=True, exist_ok=True)
             if found not in _locks or not found.exists():
                 _locks[found] = self._held(found, path)
-            os.utime(found)
+            with suppress(PermissionError):
+                os.utime(found)
             return found
         except OSError as error:
             raise ValueError(
@@ -120,13 +121,16 @@ def _size(folder: Path) -> int:
 
 
 def _free_oldest(but: Path) -> int:
-    """Delete the file that was not used for longest and that nobody reads; how many bytes that frees."""
+    """Delete the file that was not used for longest and that nobody reads, or writes any more; how many bytes
+    that frees.
+    """
     times = []
-    for path in but.parent.glob("*.jsonl"):
+    for path in but.parent.iterdir():
         with suppress(OSError):
-            times.append((path.stat().st_mtime, path))
+            if path.suffix in (".jsonl", ".tmp"):
+                times.append((path.stat().st_mtime, path))
     for _, path in sorted(times):
-        if path == but or path in _locks:
+        if _lock_file(path) == _lock_file(but) or path in _locks:
             continue
         with _lock_file(path).open("ab") as lock, suppress(OSError):
             _flock(lock, "LOCK_EX", "LOCK_NB")
@@ -138,7 +142,7 @@ def _free_oldest(but: Path) -> int:
 
 
 def _lock_file(found: Path) -> Path:
-    return found.with_suffix(".lock")
+    return found.with_name(found.name.split(".")[0] + ".lock")
 
 
 def _flock(lock: IO[bytes], *names: str) -> None:

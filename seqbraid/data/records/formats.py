@@ -32,6 +32,8 @@ class Format:
     """The keys by which a record of this format is known, all of which it has."""
     parse: Callable[[Mapping[str, Any], Collection[str]], Parsed]
     """Of a record and the keys that are not read."""
+    also: tuple[str, ...] = ()
+    """Other keys that only this format reads."""
 
 
 FORMATS: dict[FormatName, Format] = {
@@ -39,14 +41,14 @@ FORMATS: dict[FormatName, Format] = {
     "sharegpt": Format(("conversations",), parse_conversation),
     "query_response": Format(("response",), parse_conversation),
     "prompt_completion": Format(prompt_completion.NEEDED, prompt_completion.parse_prompt_completion),
-    "alpaca": Format(alpaca.NEEDED, alpaca.parse_alpaca),
+    "alpaca": Format(alpaca.NEEDED, alpaca.parse_alpaca, ("input",)),
     "text": Format(("text",), parse_document),
-    "tokens": Format(("input_ids",), tokens.parse_tokens),
+    "tokens": Format(("input_ids",), tokens.parse_tokens, tokens.OPTIONAL),
 }
 
-NOT_TO_IGNORE = {*RECORD_KEYS, *TURN_KEYS, "role", "content", "from", "value", "input", *tokens.OPTIONAL}
-"""What would change what is learnt if it were not read. A key by which a format is known may be ignored: a
-record with it is then of another format.
+NOT_TO_IGNORE = {*RECORD_KEYS, *TURN_KEYS, "role", "content", "from", "value"}
+"""Keys of conversations, which say what has labels. A key by which another format is known may be ignored: a
+record with it is then not of that format.
 """
 
 
@@ -59,7 +61,13 @@ def parse_record(record: Any, ignored: Collection[str] = (), name: FormatName = 
     if not isinstance(record, Mapping):
         raise ValueError(f"a record is a JSON object, not {show(record)}")
     refuse_preferences(record, ignored, "the record")
-    return FORMATS[_format_of(record, ignored, name)].parse(record, ignored)
+    found = _format_of(record, ignored, name)
+    for key in FORMATS[found].also:
+        if key in ignored and not is_absent(record.get(key)):
+            raise ValueError(
+                f"data.ignore_keys has {key}, which records of the format {found} use; remove it"
+            )
+    return FORMATS[found].parse(record, ignored)
 
 
 def check_ignored(keys: Iterable[str], option: str = "data") -> frozenset[str]:

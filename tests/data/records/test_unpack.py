@@ -182,6 +182,9 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(cache, "_locks", {})
     open_source(str(paths[2]), options)
     assert held() == {"b", "c"}
+    killed = folder / "0123.99.tmp"  # what a process that was killed has left goes, too
+    killed.write_bytes(b"x" * 900)
+    os.utime(killed, (1, 1))
     open_source(str(paths[0]), options)
     assert held() == {"a", "c"} and len(list(folder.iterdir())) == 4
 
