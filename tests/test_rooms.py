@@ -54,7 +54,8 @@ OPTIONAL = {
     *("PIL", "av", "soundfile"),  # media
     *("datasets", "peft", "sklearn", "fla"),
     *("jsonargparse", "yaml", "torch.utils.tensorboard", "wandb", "mlflow", "trackio"),  # runs
-    "resource",  # not on Windows
+    *("zstandard", "pyarrow"),  # compressed records
+    *("resource", "fcntl"),  # not on Windows
 }
 """Packages that may be absent, and so may be imported within a function."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..layout.labels import IGNORE
 from ..models.families import family_of
@@ -20,7 +20,10 @@ from .media.files import MediaFiles
 from .media.frames import Grid
 from .media.items import ClipItem, MediaItems, MediaOptions, MediaReader, VideoItem
 from .media.placeholders import Expanded, Placeholder, Placeholders
-from .records.conversation import Conversation, check_ignored, parse_conversation
+from .plain import PlainText, within
+from .records.conversation import Conversation, Turn
+from .records.formats import FormatName, Parsed, check_format, check_ignored, parse_record
+from .records.mix import Described, RecordOptions
 
 
 class _Text(NamedTuple):
@@ -29,7 +32,8 @@ class _Text(NamedTuple):
 
 
 class SampleEncoder:
-    """Turns conversations into samples, exactly as the model's own chat template and processor would.
+    """Turns records into samples: conversations exactly as the model's own chat template and processor would,
+    plain text as its tokenizer would.
 
     Args:
         processor: the stock processor of a media model, or the tokenizer of a text decoder; see
@@ -38,6 +42,9 @@ class SampleEncoder:
         media: where the images, videos and sounds lie.
         template_options: handed to the chat template, such as `enable_thinking`.
         ignore_keys: keys of a record or of a turn that may be there and are not read, such as ids.
+        format: of the records; `auto` takes each for what its keys say.
+        system: the system prompt of conversations that have none.
+        end_of_document: the token after each document; the tokenizer's `eos_token` when left out.
         options: fields of `MediaOptions`.
     """
 
@@ -49,20 +56,34 @@ class SampleEncoder:
         *,
         template_options: Mapping[str, Any] | None = None,
         ignore_keys: Iterable[str] = (),
+        format: FormatName = "auto",
+        system: str | None = None,
+        end_of_document: str | None = None,
         **options: Any,
     ) -> None:
         self.processor, self.config = processor, config
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.family = family_of(config)
-        self.chat = ChatTemplate(processor, template_options)
+        self.template_options = template_options
         self.placeholders = Placeholders(processor)
         self.media_ids = self._checked_ids()
-        self.ignored_keys = check_ignored(ignore_keys)
+        check_format(format)
+        self.format, self.ignored_keys = format, check_ignored(ignore_keys)
+        self.system = system
+        vocabulary = config.get_text_config().vocab_size
+        self.plain = PlainText(processor, vocabulary, self.media_ids, end_of_document)
         self.media = MediaReader(processor, self.family, media, _media_options(options))
         self.without_reasoning = 0
         """Of the record that was encoded or measured last: turns that are learnt without their reasoning,
         since the chat template leaves it out.
         """
+        self.all_labelled = False
+        """Of that record: every token is a label, so that it may be cut into pieces anywhere."""
+
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        """The chat template, which a model of plain text need not have."""
+        return ChatTemplate(self.processor, self.template_options)
 
     def length(self, record: Any) -> int:
         """How many tokens `encode` makes of a record; of its media only the headers are read."""
@@ -70,24 +91,23 @@ class SampleEncoder:
 
     def measure(self, record: Any) -> tuple[int, list[float]]:
         """The length, and what encoding each of its images, videos and clips costs, in `pack`'s order."""
-        conversation = parse_conversation(record, self.ignored_keys)
-        items = self.media.measure(conversation.media)
-        length = len(self._text(conversation, items).ids_T)
+        parsed, items = self._read(record)
+        length = len(self._text(parsed, items).ids_T)
         return length, [media_cost(size, self.config) for size in self.media.sizes(items)]
 
     def encode_text(self, record: Any) -> tuple[Ints, Ints] | None:
         """Ids and labels of a record without media, which are its whole sample; None for one with media."""
-        conversation = parse_conversation(record, self.ignored_keys)
-        return None if conversation.media else self._text(conversation, self.media.measure([]))
+        parsed = self._parsed(record)
+        has_media = isinstance(parsed, Conversation) and parsed.media
+        return None if has_media else self._text(parsed, self.media.measure([]))
 
     def encode(self, record: Any, media_ranks: Sequence[int] | None = None, rank: int = 0) -> dict[str, Any]:
         """The sample of a record: `input_ids`, `labels` and what the encoders of its media take.
 
         With the ranks that encode its images, videos and clips, only those of `rank` are decoded.
         """
-        conversation = parse_conversation(record, self.ignored_keys)
-        items = self.media.measure(conversation.media)
-        text = self._text(conversation, items)
+        parsed, items = self._read(record)
+        text = self._text(parsed, items)
         sample = {"input_ids": torch.from_numpy(text.ids_T), "labels": torch.from_numpy(text.labels_T)}
         if media_ranks is None:
             return sample | self.media.decode(items)
@@ -99,8 +119,31 @@ class SampleEncoder:
         is_own = [encoder == rank for encoder in media_ranks]
         return sample | self.media.decode(items, is_own) | {"media_ranks": list(media_ranks)}
 
-    def _text(self, conversation: Conversation, items: MediaItems) -> _Text:
-        self.without_reasoning = 0
+    def _parsed(self, record: Any) -> Parsed:
+        """A record in the form of its format, read as its source asks."""
+        options = RecordOptions()
+        if isinstance(record, Described):
+            record, options = record.record, record.options
+        ignored = self.ignored_keys | options.ignore_keys
+        parsed = parse_record(record, ignored, options.format or self.format)
+        system = self.system if options.system is None else options.system
+        if not system or not isinstance(parsed, Conversation) or parsed.turns[0].role == "system":
+            return parsed
+        return replace(parsed, turns=(Turn("system", (system,), False), *parsed.turns))
+
+    def _read(self, record: Any) -> tuple[Parsed, MediaItems]:
+        parsed = self._parsed(record)
+        return parsed, self.media.measure(parsed.media if isinstance(parsed, Conversation) else [])
+
+    def _text(self, parsed: Parsed, items: MediaItems) -> _Text:
+        self.without_reasoning, self.all_labelled = 0, False
+        if isinstance(parsed, Conversation):
+            return self._said(parsed, items)
+        text = _Text(*self.plain(parsed))
+        self.all_labelled = bool((text.labels_T != IGNORE).all())
+        return text
+
+    def _said(self, conversation: Conversation, items: MediaItems) -> _Text:
         rendered = self.chat.render(conversation)
         self.without_reasoning = rendered.without_reasoning
         places = self.placeholders.find(rendered.text, [ref.kind for ref in conversation.media])
@@ -114,9 +157,9 @@ class SampleEncoder:
         )
         ids_T = np.asarray(tokens["input_ids"], np.int64)
         offsets_T2 = np.asarray(tokens["offset_mapping"], np.int64).reshape(-1, 2)
-        learnt_T = _within(offsets_T2, [expanded.moved(span) for span in rendered.spans])
+        learnt_T = within(offsets_T2, [expanded.moved(span) for span in rendered.spans])
         # What the processor writes, also within a turn of the assistant's, is no text of the model's.
-        learnt_T &= ~_within(offsets_T2, expanded.new)
+        learnt_T &= ~within(offsets_T2, expanded.new)
         learnt_T &= ~np.isin(ids_T, self.media_ids)
         if not learnt_T[1:].any():  # nothing comes before the first token that could predict it
             raise ValueError(
@@ -216,20 +259,6 @@ class SampleEncoder:
         brackets = (f"{kind}_{end}_token_id" for kind in ("vision", "audio") for end in ("start", "end"))
         found_ids = (getattr(config, bracket, None) for bracket in brackets)
         return [*wanted_ids.values(), *(found for found in found_ids if found is not None)]
-
-
-def _within(offsets_T2: Ints, spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which tokens lie whole in one of some spans, which are in order; one of no characters lies in none."""
-    if not spans:
-        return np.zeros(len(offsets_T2), bool)
-    starts, stops = offsets_T2.T
-    # Some tokenizers leave the white space that a token begins with out of it, though it is all there is.
-    ends_before = np.maximum.accumulate(np.concatenate([[0], stops[:-1]]))
-    starts = np.minimum(starts, ends_before)
-    begins, ends = np.asarray(spans, np.int64).T
-    # Of spans in order, only the last one that begins before a token can hold it.
-    nearest = np.searchsorted(begins, starts, side="right") - 1
-    return (nearest >= 0) & (stops <= ends[nearest]) & (stops > starts)
 
 
 def _media_options(options: Mapping[str, Any]) -> MediaOptions:

@@ -11,13 +11,16 @@ from .config import keys
 from .weights import split_revision
 
 SILENT = ("model", "out", "resume", "checkpoint.", "log.", "timeouts.")
-SILENT += ("data.train", "data.workers", "data.prefetch_steps")
+SILENT += ("data.train", "data.workers", "data.prefetch_steps", "data.cache")
 """What changes no step of a run; what is in the data is compared by the loader."""
 
 NO_GRADIENT = ("mesh.", "memory.", "gated_delta", "kernels.", "data.policy")
 SCHEDULE = ("train.lr", "train.schedule", "train.warmup", "train.final_lr")
 LENGTH = ("train.steps", "train.epochs")
 
+
+LONGEST = 120
+"""Characters of a value that are shown; a chat template has more."""
 
 UNCHANGED = ("model", "precision", "lora", "freeze")
 """What a resumed run must have as it was; the loader looks after the data, all else may change."""
@@ -54,8 +57,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> lis
         except KeyError:  # of another version
             continue
         if was != has:
-            found.append(f"{name} is {has!r}, was {was!r}: {_effect(name, step + 1)}")
+            found.append(f"{name} is {_shown(has)}, was {_shown(was)}: {_effect(name, step + 1)}")
     return found
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def _effect(name: str, first: int) -> str:

@@ -7,6 +7,8 @@ from functools import reduce
 from os.path import expanduser
 from typing import Any, Literal, get_type_hints
 
+from ..data.records.formats import FormatName, check_format
+from ..data.records.mix import parse_specs
 from ..data.stream.plan import OnBadSample, OverLong
 from ..layout.pieces import Policy
 from ..ops.kernels import KernelOptions
@@ -40,20 +42,37 @@ class MeshConfig:
 class DataConfig:
     """The training data, and how it becomes samples and rows."""
 
-    train: list[str] | str = field(default_factory=list)
-    """JSONL files (globs too), folders that `datasets` saved, parquet files, or `hf:NAME`."""
-    eval: list[str] | str = field(default_factory=list)
+    train: list[str | dict[str, Any]] | str = field(default_factory=list)
+    """Files (globs too): .jsonl, .json, .csv, .tsv, each also as .gz or .zst, and .parquet; folders that
+    `datasets` saved; or `hf:NAME`. Of several sources each may be `{path, weight, format, system,
+    ignore_keys}`; with weights, they are mixed."""
+    eval: list[str | dict[str, Any]] | str = field(default_factory=list)
     """Held-out data in the same formats, evaluated every `train.eval_every` steps."""
+    format: FormatName = "auto"
+    """The format of the records; `auto` takes each record for what its keys say."""
+    system: str | None = None
+    """The system prompt of conversations that have none."""
+    chat_template: str | None = None
+    """A chat template in place of the model's own: a file, or the text of one."""
+    end_of_document: str | None = None
+    """The token after each document of plain text and each plain completion; the tokenizer's `eos_token` when
+    left out."""
     media_root: str = "."
     """The folder that media paths are relative to; nothing outside of it is read."""
     ignore_keys: list[str] = field(default_factory=list)
     """Keys of records and turns to ignore, such as ids and metadata; any other unknown key is refused."""
     allow_urls: bool = False
     """Download media given as http(s) URLs."""
+    cache: str | None = None
+    """The folder to which files without random access (compressed, `.json` arrays, CSV) are unpacked once;
+    the user's folder for caches when left out."""
+    cache_gib: float = 100.0
+    """The most that folder may hold; what was not used for longest is deleted from it."""
     row_tokens: int = 8192
     """Tokens of a packed row: the maximum sequence length, and the micro-batch of `ring × ulysses` ranks."""
     over_long: OverLong = "error"
-    """What to do with a sample that is longer than a row; only text can be truncated."""
+    """What to do with a sample that is longer than a row: stop, leave it out, cut it to the first
+    `row_tokens` tokens (text only), or split it into pieces of a row each (plain text only)."""
     on_bad_sample: OnBadSample = "error"
     """Stop at a line that cannot be used, or leave it out, count it and list it in `bad_samples.jsonl`."""
     shuffle: bool = True
@@ -236,6 +255,14 @@ class TrainConfig:
         for name, number in positive.items():
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number} must be at least 1")
+        check_format(data.format)
+        parse_specs(data.train)
+        if any(spec.weight is not None for spec in parse_specs(data.eval, "data.eval")):
+            raise ValueError(
+                "data.eval has weights, but an evaluation is one pass over all of it; remove them"
+            )
+        if not data.cache_gib > 0:
+            raise ValueError(f"data.cache_gib={data.cache_gib} must be above 0")
         if steps.batch_tokens % data.row_tokens:
             below = steps.batch_tokens // data.row_tokens * data.row_tokens
             choices = " or ".join(str(n) for n in (below, below + data.row_tokens) if n)
@@ -281,7 +308,9 @@ class TrainConfig:
                 data,
                 train=_at_home(data.train),
                 eval=_at_home(data.eval),
+                chat_template=_template(data.chat_template),
                 media_root=expanduser(data.media_root),
+                cache=None if data.cache is None else expanduser(data.cache),
             ),
         )
 
@@ -302,12 +331,34 @@ def keys(kind: type = TrainConfig, prefix: str = "") -> list[str]:
     return found
 
 
-def _at_home(paths: list[str] | str) -> list[str] | str:
+Paths = list[str | dict[str, Any]] | str
+
+
+def _at_home(paths: Paths) -> Paths:
     """With `~` as the home folder; a shell leaves it alone behind a `=`."""
-    return expanduser(paths) if isinstance(paths, str) else [expanduser(path) for path in paths]
+    if isinstance(paths, str):
+        return expanduser(paths)
+    return [
+        expanduser(one) if isinstance(one, str) else {**one, "path": expanduser(one["path"])} for one in paths
+    ]
+
+
+def _template(given: str | None) -> str | None:
+    """The text of a chat template, so that a run keeps the one that it began with."""
+    if given is None or "{{" in given or "{%" in given:
+        return given
+    try:
+        with open(expanduser(given), encoding="utf-8") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"data.chat_template={given[:200]!r} is not a template ({{{{ … }}}} or {{% … %}}) and cannot be "
+            f"read as a file: {error}"
+        ) from None
 
 
 OF_A_MACHINE = ("model", "out", "data.train", "data.eval", "data.media_root", "data.workers")
+OF_A_MACHINE += ("data.cache", "data.cache_gib")
 """What may differ from rank to rank: where things lie. What is in them is compared elsewhere."""
 
 

@@ -112,7 +112,7 @@ def describe(folder: Path, config: TrainConfig, model_config: Any, mesh: Mesh) -
         if mesh.rank == 0:
             _write_config(folder, config)
             model_config.save_pretrained(folder / "model")
-            load_model_processor(config.model).save_pretrained(folder / "model")
+            load_model_processor(config.model, config.data.chat_template).save_pretrained(folder / "model")
 
 
 @contextmanager

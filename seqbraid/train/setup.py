@@ -17,7 +17,9 @@ from ..comm.whereabouts import Whereabouts
 from ..data.encode import SampleEncoder
 from ..data.media.files import MediaFiles
 from ..data.media.processor import load_processor
-from ..data.records.source import Source, open_source
+from ..data.records.cache import GIB, RecordCache
+from ..data.records.mix import open_mix
+from ..data.records.source import Source
 from ..data.stream.loader import Loader, Reading
 from ..data.stream.plan import RowOptions
 from ..data.stream.workers import WorkerOptions
@@ -29,7 +31,7 @@ from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..plan.flops import ModelFlops
 from .batches import StepMaker
-from .config import DataConfig, TrainConfig, as_dict
+from .config import DataConfig, Paths, TrainConfig, as_dict
 from .freeze import freeze
 from .lora import LoraOptions, add_lora
 from .weights import checkpoint_folder, empty_model, fingerprint, load_stock
@@ -52,11 +54,14 @@ class EncoderFactory:
         data = self.data
         asked = {name: getattr(data, name) for name in MEDIA_OPTIONS}
         return SampleEncoder(
-            load_model_processor(self.model),
+            load_model_processor(self.model, data.chat_template),
             self.config,
             MediaFiles(Path(data.media_root), allow_urls=data.allow_urls),
             use_audio_in_video=data.use_audio_in_video,
             ignore_keys=data.ignore_keys,
+            format=data.format,
+            system=data.system,
+            end_of_document=data.end_of_document,
             **{name: value for name, value in asked.items() if value is not None},
         )
 
@@ -121,11 +126,16 @@ def adapted_weights(config: TrainConfig) -> str | None:
     return fingerprint(checkpoint_folder(config.model))
 
 
-def load_model_processor(name: str) -> Any:
-    """The processor or tokenizer that belongs to a model."""
+def load_model_processor(name: str, chat_template: str | None = None) -> Any:
+    """The processor or tokenizer that belongs to a model, with another chat template if one is given."""
     if name.startswith(TINY):
-        return tiny_training_model(name.removeprefix(TINY), 0, torch.float32)[1]
-    return load_processor(checkpoint_folder(name))
+        processor = tiny_training_model(name.removeprefix(TINY), 0, torch.float32)[1]
+    else:
+        processor = load_processor(checkpoint_folder(name))
+    if chat_template is not None:
+        processor.chat_template = chat_template
+        getattr(processor, "tokenizer", processor).chat_template = chat_template
+    return processor
 
 
 def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel:
@@ -146,10 +156,10 @@ def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel
     return model
 
 
-def open_data(paths: list[str] | str, mesh: Mesh) -> Source:
+def open_data(paths: Paths, data: DataConfig, mesh: Mesh) -> Source:
     """The records of some files; where one rank cannot read them, all refuse."""
     with raised_by_all(mesh.cpu_group):
-        source = open_source(paths)
+        source = open_mix(paths, RecordCache(data.cache, data.cache_gib * GIB))
         source.fingerprint, len(source)  # read now, and then known
     return source
 
@@ -194,7 +204,7 @@ def row_options(config: TrainConfig, flops: ModelFlops | None = None) -> RowOpti
 
 def _loader(
     config: TrainConfig,
-    paths: list[str] | str,
+    paths: Paths,
     bad_file: Path | None,
     rows: RowOptions,
     prepare: StepMaker,
@@ -203,5 +213,5 @@ def _loader(
     data, mesh = config.data, prepare.mesh
     workers = WorkerOptions(data.workers, data.prefetch_steps, config.timeouts.loader)
     make_encoder = EncoderFactory(config.model, data, prepare.config)
-    reading = Reading(open_data(paths, mesh), make_encoder, bad_file)
+    reading = Reading(open_data(paths, data, mesh), make_encoder, bad_file)
     return Loader(reading, mesh, rows, workers, prepare, where)

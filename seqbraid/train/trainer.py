@@ -106,7 +106,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.train)
         self.where.starts("opening the data and starting its workers")
         if config.data.eval:  # refused now if at all, not when it is first evaluated
-            open_data(config.data.eval, mesh)
+            open_data(config.data.eval, config.data, mesh)
         self.loader = make_loader(config, self.model_config, mesh, flops=self.flops, where=self.where)
         self.step = 0
         """Steps that are done, with those that were skipped."""

@@ -6,6 +6,7 @@ turn, included, of the assistant turns with loss.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..records.conversation import Conversation, Turn
 from .spans import MarkedConversation, Message, Span, all_texts
+from .special import special_pattern
 
 _REASONING, _END_OF_REASONING = "<think>", "</think>"
 """How reasoning stands in what the assistant says, where it has no key of its own."""
@@ -54,7 +56,7 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> Rendered:
         """The text of a conversation and which of it has labels."""
         self._check_special(conversation)
-        messages = [_message(turn) for turn in conversation.turns]
+        messages = [self._message(turn) for turn in conversation.turns]
         tools = [dict(tool) for tool in conversation.tools] or None
         marked = MarkedConversation(
             messages, lambda some, prompt: self._rendered(some, tools, prompt)[0], self.special_pattern
@@ -69,16 +71,34 @@ class ChatTemplate:
         return Rendered(marked.plain, spans, lost)
 
     @cached_property
-    def special_tokens(self) -> list[str]:
-        """Texts that become tokens with a meaning of their own, the longest first."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        found = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
-        return sorted(found, key=lambda token: (-len(token), token))
-
-    @cached_property
     def special_pattern(self) -> re.Pattern[str]:
         """Finds any of the special tokens."""
-        return re.compile("|".join(map(re.escape, self.special_tokens)) or r"(?!)")
+        return special_pattern(self.tokenizer)
+
+    @cached_property
+    def _wants_text(self) -> bool:
+        """Whether the template writes the arguments of a call as they are, so that they must be JSON already;
+        others make JSON of an object, and would write JSON in a string as one more string.
+        """
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {"qza": 1}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages = [{"role": "user", "content": "a"}, said]
+        texts = []
+        for spelled in (False, True):
+            said["tool_calls"] = [_spelled(call) if spelled else call]
+            try:
+                texts.append(self._rendered(messages, None)[0])
+            except ValueError:
+                texts.append("")
+        as_object, as_text = texts
+        is_json = "qza" in as_object and "'qza'" not in as_object  # else it is as Python writes it
+        return not is_json and '"qza"' in as_text and '\\"qza' not in as_text
+
+    def _message(self, turn: Turn) -> Message:
+        message = _message(turn)
+        if message.get("tool_calls") and self._wants_text:
+            message["tool_calls"] = [_spelled(call) for call in message["tool_calls"]]
+        return message
 
     def _rendered(
         self, messages: Sequence[Message], tools: Any, prompt: bool = False, spans: bool = False
@@ -127,6 +147,15 @@ class ChatTemplate:
                 raise ValueError(
                     f"the tools hold {found[0]!r}, which the tokenizer would read as a special token"
                 )
+
+
+def _spelled(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call whose arguments are JSON in a string."""
+    inner = call.get("function", call)
+    if not isinstance(inner.get("arguments"), Mapping):
+        return call
+    inner = {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}
+    return {**call, "function": inner} if "function" in call else inner
 
 
 def loses_reasoning(turn: Turn, text: str) -> bool:

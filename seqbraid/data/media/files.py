@@ -7,6 +7,7 @@ memory is taken for it. Whatever goes wrong is a `ValueError` that names the ite
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import re
@@ -92,6 +93,9 @@ class MediaFiles:
     def _open(self, kind: Kind, ref: MediaRef | str) -> Iterator[BinaryIO]:
         source = ref if isinstance(ref, str) else ref.source
         with _named(kind, source):
+            if source[:5].lower() == "data:":
+                yield io.BytesIO(self._inline(source))
+                return
             if self.allow_urls and _URL.match(source):
                 yield io.BytesIO(download(source, self.max_bytes, self.url_timeout))
                 return
@@ -101,15 +105,33 @@ class MediaFiles:
                 self._check(os.fstat(descriptor))
                 yield file
 
+    def _inline(self, source: str) -> bytes:
+        """What is in a `data:` URI."""
+        head, comma, data = source.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise ValueError("is a data URI without base64; write data:image/png;base64,…")
+        if 3 * len(data) // 4 > self.max_bytes:
+            raise ValueError(f"has {3 * len(data) // 4} bytes; at most {self.max_bytes} are read")
+        try:
+            found = base64.b64decode("".join(data.split()), validate=True)
+        except ValueError as error:
+            raise ValueError(f"is a data URI whose base64 is broken: {error}") from None
+        if not found:
+            raise ValueError("is empty: the data URI has no bytes")
+        return found
+
     def _resolve(self, source: str) -> Path:
         if not source or "\0" in source:
             raise ValueError("is not a path: it is empty or contains a NUL character")
         if _URL.match(source):
             raise ValueError("is a URL; download it, or allow http and https URLs with allow_urls")
         path = Path(source)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError("leaves the media folder; give a path relative to it, without `..`")
         root = self.root.resolve(strict=True)
+        if path.is_absolute():  # told without a look at the disk, which would say what lies elsewhere
+            above = [one for one in (root, Path(os.path.abspath(self.root))) if path.is_relative_to(one)]
+            path = path.relative_to(above[0]) if above else Path("..")
+        if ".." in path.parts:
+            raise ValueError("leaves the media folder; give a path inside it, without `..`")
         try:
             found = (root / path).resolve(strict=True)
         except FileNotFoundError:

@@ -139,7 +139,7 @@ class MediaReader:
         for ref in refs:
             if ref.kind not in self.kinds:
                 raise ValueError(
-                    f"the conversation has the {ref.kind} {ref.source!r}, but the model takes only "
+                    f"the conversation has the {ref.kind} {ref.source[:99]!r}, but the model takes only "
                     f"{', '.join(self.kinds) or 'text'}"
                 )
             if ref.kind == "image":
@@ -188,7 +188,7 @@ class MediaReader:
         unknown = [key for key in options if key not in IMAGE_OPTIONS]
         if unknown:
             raise ValueError(
-                f"image {ref.source!r}: option {unknown[0]!r} is not supported; known are "
+                f"image {ref.source[:100]!r}: option {unknown[0]!r} is not supported; known are "
                 f"{', '.join(IMAGE_OPTIONS)}"
             )
         stock = self.processor.image_processor
@@ -197,7 +197,7 @@ class MediaReader:
         width, height = self.files.image_size(ref)
         factor = stock.patch_size * stock.merge_size
         if low > high:
-            raise ValueError(f"image {ref.source!r}: min_pixels={low} is more than max_pixels={high}")
+            raise ValueError(f"image {ref.source[:100]!r}: min_pixels={low} is more than max_pixels={high}")
         with _named("image", ref):
             new_height, new_width = smart_resize(height, width, factor, low, high)
             if min(new_height, new_width) < factor:
@@ -292,8 +292,8 @@ def _frame_rules(processor: Any) -> FrameRules:
 def _check_grid(kind: str, ref: MediaRef, found: Sequence[int], expected: Grid) -> None:
     if tuple(found) != expected:
         raise ValueError(
-            f"{kind} {ref.source!r} has {times(found)} patches when decoded, but {times(expected)} by its "
-            "header"
+            f"{kind} {ref.source[:99]!r} has {times(found)} patches when decoded, but {times(expected)} by "
+            "its header"
         )
 
 
@@ -302,7 +302,7 @@ def _named(kind: str, ref: MediaRef) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{kind} {ref.source!r}: {error}") from error
+        raise ValueError(f"{kind} {ref.source[:100]!r}: {error}") from error
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Conversations: one record of a dataset, checked and brought to one form.
 
-Accepted are three ways to write the same thing:
+Accepted are three ways to write the same thing (`formats` has the table of these and all others):
 
 - OpenAI: `{"messages": [{"role": "user", "content": "…" or a list of parts}, …], "tools": […]}`;
 - ms-swift: `messages` whose text holds `<image>`, `<video>`, `<audio>` where the items of the lists `images`,
@@ -18,15 +18,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from itertools import islice
 from typing import Any, Literal, get_args
 
-from .known_keys import known_keys, refuse_preferences
+from .known_keys import known_keys
 from .parts import LIST_OF_KIND, Kind, Marker, MediaRef, listed_media, parse_content
 from .plain_json import check_plain, show
-from .tools import check_tool_calls, parse_tools
+from .tools import calls_of_text, parse_tool_calls, parse_tools
 
-__all__ = ["Conversation", "Kind", "MediaRef", "Role", "Turn", "check_ignored", "parse_conversation"]
+__all__ = ["Conversation", "Kind", "MediaRef", "Role", "Turn", "parse_conversation"]
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -36,7 +35,11 @@ OPENAI_ROLES: dict[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
+    "tool_response": "tool",
+    "observation": "tool",
     "function": "tool",
+    "tool_call": "assistant",
+    "function_call": "assistant",
 }
 SHAREGPT_ROLES: dict[str, Role] = {
     "system": "system",
@@ -47,10 +50,15 @@ SHAREGPT_ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
     "observation": "tool",
+    "tool_response": "tool",
+    "function_call": "assistant",
+    "tool_call": "assistant",
 }
+CALLS = ("tool_call", "function_call")
+"""Roles of turns whose content is the JSON of calls, in the words of ms-swift and LLaMA-Factory."""
 STYLES = (
-    "a record has either `messages` (role and content), `conversations` (from and value), or `query` and "
-    "`response`"
+    "a conversation has either `messages` (role and content), `conversations` (from and value), or `query` "
+    "and `response`"
 )
 EXTRA = ("tool_calls", "reasoning_content", "name", "tool_call_id")
 """Keys of a message that chat templates read beside role and content."""
@@ -58,14 +66,18 @@ EXTRA = ("tool_calls", "reasoning_content", "name", "tool_call_id")
 LOSS_KEYS = ("loss", "train", "weight")
 """Keys that say whether a message has labels; `weight` is OpenAI's name for it."""
 
+Message = tuple[str, Role, Mapping[str, Any]]
+"""Where a turn stands, its role, and the message with its `content`, whatever the format."""
+
 _Draft = tuple[str, Role, list[Any], Mapping[str, Any]]
 """Where a turn stands, its role, its parts (a marker may still be among them), and its message."""
 
 STYLE_KEYS = ("messages", "conversations", "response")
+MEDIA_KEYS = (*LIST_OF_KIND.values(), *LIST_OF_KIND)
+"""Beside the turns; one item may be given as `image`."""
 RECORD_KEYS = (
     *("messages", "conversations", "query", "response", "history", "system", "tools"),
-    *LIST_OF_KIND.values(),
-    *LIST_OF_KIND,  # one item may be given as `image`
+    *MEDIA_KEYS,
 )
 TURN_KEYS = (*EXTRA, *LOSS_KEYS, "loss_scale")
 """Keys of a turn beside its speaker and what it says."""
@@ -118,19 +130,24 @@ def parse_conversation(record: Any, ignored: Collection[str] = ()) -> Conversati
     """
     if not isinstance(record, Mapping):
         raise ValueError(f"a record is a JSON object, not {show(record)}; {STYLES}")
-    refuse_preferences(record, ignored, "the record")
     styled = {key: record[key] for key in STYLE_KEYS if record.get(key) is not None}
     if not styled:
-        found = ", ".join(show(key)[:80] for key in islice(record, 5)) or "no key"
-        raise ValueError(f"{STYLES}; this one has none of them, but {found}")
+        raise ValueError(f"{STYLES}; this one has none of them")
     said = known_keys(record, RECORD_KEYS, ignored, "the record")
     if not said.keys() & styled.keys():  # what is empty is then what is wrong with it
         said |= styled
+    return conversation_of(said, _messages(said, ignored))
+
+
+def conversation_of(said: Mapping[str, Any], messages: Iterable[Message]) -> Conversation:
+    """The conversation of some messages, with the media, tools and system prompt that the record has beside
+    them; they are read only after what the record holds is known to be plain JSON.
+    """
     listed = {kind: _listed(said, kind) for kind in get_args(Kind)}
     check_plain(said)
     kinds_listed = frozenset(kind for kind, refs in listed.items() if refs)
     turns: list[_Draft] = []
-    for where, role, message in _messages(said, ignored):
+    for where, role, message in _with_system(said, messages):
         parts = parse_content(
             message.get("content"), kinds_listed, f"{where}.content", bool(message.get("tool_calls"))
         )
@@ -141,14 +158,6 @@ def parse_conversation(record: Any, ignored: Collection[str] = ()) -> Conversati
     return Conversation(checked, parse_tools(said.get("tools")))
 
 
-def check_ignored(keys: Iterable[str]) -> frozenset[str]:
-    """The keys that are to be ignored, none of which may be one that is read."""
-    found = frozenset([keys] if isinstance(keys, str) else keys)
-    if read := sorted(found & {*RECORD_KEYS, *TURN_KEYS, "role", "content", "from", "value"}):
-        raise ValueError(f"data.ignore_keys has {', '.join(read)}, which is used; remove it from the list")
-    return found
-
-
 def _listed(record: Mapping[str, Any], kind: Kind) -> list[MediaRef]:
     """The media that stand beside the turns, several under `images` or one under `image`."""
     names = [name for name in (LIST_OF_KIND[kind], kind) if name in record]
@@ -157,19 +166,23 @@ def _listed(record: Mapping[str, Any], kind: Kind) -> list[MediaRef]:
     return listed_media(record[names[0]], kind, names[0]) if names else []
 
 
-def _messages(
-    record: Mapping[str, Any], ignored: Collection[str]
-) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
-    """Where, role and message (with `content`) of each turn, whatever the style."""
+def _messages(record: Mapping[str, Any], ignored: Collection[str]) -> Iterator[Message]:
     styles = [key for key in ("messages", "conversations", "response") if key in record]
     also = [key for key in ("query", "history") if key in record and styles != ["response"]]
     if len(styles) != 1 or also:
         raise ValueError(f"{STYLES}; this one has {' and '.join(f'`{key}`' for key in styles + also)}")
     style = styles[0]
     if style == "response":
-        turns = list(_query_response(record))
+        yield from history_turns(record)
+        if "query" in record:
+            yield "query", "user", {"content": record["query"]}
+        yield "response", "assistant", {"content": record["response"]}
     else:
-        turns = list(_listed_turns(record[style], style, ignored))
+        yield from listed_turns(record[style], style, ignored)
+
+
+def _with_system(record: Mapping[str, Any], messages: Iterable[Message]) -> Iterator[Message]:
+    turns = list(messages)
     if "system" in record:
         if not isinstance(record["system"], str):
             raise ValueError(f"system is a string, not {show(record['system'])}")
@@ -179,12 +192,29 @@ def _messages(
     yield from turns
 
 
-def _listed_turns(
+def listed_turns(messages: Any, style: str, ignored: Collection[str]) -> Iterator[Message]:
+    """The turns of a list of messages that stands under the key `style`, ShareGPT's `conversations` or one
+    in OpenAI's words. Calls that are turns of their own become part of the assistant's turn before them.
+    """
+    spoken: list[Message] = []
+    for where, role, message, calls in _spoken(messages, style, ignored):
+        if calls and spoken and spoken[-1][1] == "assistant":
+            before = spoken[-1][2]
+            if any(before.get(key) != message.get(key) for key in LOSS_KEYS):
+                raise ValueError(f"{where} is one turn with that before it, but only one of them has labels")
+            both = [*before.get("tool_calls", ()), *message["tool_calls"]]
+            spoken[-1] = (*spoken[-1][:2], {**before, "tool_calls": both})
+        else:
+            spoken.append((where, role, message))
+    yield from spoken
+
+
+def _spoken(
     messages: Any, style: str, ignored: Collection[str]
-) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
-    """The turns of `messages` or `conversations`."""
+) -> Iterator[tuple[str, Role, Mapping[str, Any], bool]]:
+    """The turns one by one, and whether they are calls."""
     who, what, roles = (
-        ("role", "content", OPENAI_ROLES) if style == "messages" else ("from", "value", SHAREGPT_ROLES)
+        ("from", "value", SHAREGPT_ROLES) if style == "conversations" else ("role", "content", OPENAI_ROLES)
     )
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{style} is a list of at least one turn, not {show(messages)}")
@@ -200,11 +230,17 @@ def _listed_turns(
         if style == "conversations" and not isinstance(message.get("value"), str):
             raise ValueError(f"{where}.value is a string, not {show(message.get('value'))}")
         turn = known_keys(message, (who, what, *TURN_KEYS), ignored, where)
-        yield where, roles[role], {**turn, "content": message.get(what)}
+        if role in CALLS:
+            if "tool_calls" in turn:
+                raise ValueError(f"{where} is a {role} turn with tool_calls; keep one of them")
+            calls = calls_of_text(message.get(what), f"{where}.{what}")
+            yield where, roles[role], {**turn, "content": None, "tool_calls": calls}, True
+        else:
+            yield where, roles[role], {**turn, "content": message.get(what)}, False
 
 
-def _query_response(record: Mapping[str, Any]) -> Iterator[tuple[str, Role, Mapping[str, Any]]]:
-    """The turns of `history`, `query` and `response`."""
+def history_turns(record: Mapping[str, Any]) -> Iterator[Message]:
+    """The turns of `history`, a list of pairs, all of whose answers the loss covers."""
     history = record.get("history", [])
     if not isinstance(history, list):
         raise ValueError(f"history is a list of [query, response] pairs, not {show(history)}")
@@ -213,9 +249,6 @@ def _query_response(record: Mapping[str, Any]) -> Iterator[tuple[str, Role, Mapp
             raise ValueError(f"history[{number}] is a [query, response] pair, not {show(pair)}")
         yield f"history[{number}][0]", "user", {"content": pair[0]}
         yield f"history[{number}][1]", "assistant", {"content": pair[1]}
-    if "query" in record:
-        yield "query", "user", {"content": record["query"]}
-    yield "response", "assistant", {"content": record["response"]}
 
 
 def _place_listed(turns: Sequence[_Draft], listed: Mapping[Kind, list[MediaRef]]) -> None:
@@ -257,7 +290,7 @@ def _turn(where: str, role: Role, parts: Sequence[str | MediaRef], message: Mapp
         if not isinstance(extra.get(key, ""), str):
             raise ValueError(f"{where}.{key} is a string, not {show(extra[key])}")
     if "tool_calls" in extra:
-        check_tool_calls(extra["tool_calls"], role, f"{where}.tool_calls")
+        extra["tool_calls"] = parse_tool_calls(extra["tool_calls"], role, f"{where}.tool_calls")
     if role == "system" and any(isinstance(part, MediaRef) for part in parts):
         raise ValueError(f"{where} is a system turn with media; move them to a user turn")
     said = any(isinstance(part, str) and part.strip() for part in parts)
@@ -279,6 +312,11 @@ def _loss(message: Mapping[str, Any], role: Role, where: str) -> bool:
     key = given[0]
     # A list is equal to no number, and True is 1: both are what is meant here.
     if message[key] not in (0, 1):
+        if isinstance(message[key], int | float):
+            raise ValueError(
+                f"{where}.{key} is {show(message[key])}, but the loss counts every label token once; "
+                "give 0 or 1, true or false"
+            )
         raise ValueError(f"{where}.{key} is true or false, not {show(message[key])}")
     if message[key] and role != "assistant":
         raise ValueError(f"{where}.{key} is true on a {role} turn; only assistant turns have labels")

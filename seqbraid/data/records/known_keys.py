@@ -10,8 +10,8 @@ from .plain_json import show
 
 RATED = ("chosen", "rejected")
 """How keys of preference data begin: `rejected_response`, `chosen`, `rejected_messages`, …"""
-LABEL = "label"
-"""Says of a record in KTO's form whether it is a good one."""
+LABELS = ("label", "kto_tag")
+"""Say of a record in KTO's form whether it is a good one."""
 
 
 def is_absent(value: Any) -> bool:
@@ -38,12 +38,12 @@ def known_keys(
 def refuse_preferences(item: Mapping[Any, Any], ignored: Collection[str], where: str) -> None:
     """Refuse preference data, whose answers must not all be trained on."""
     for key, value in item.items():
-        rates = isinstance(key, str) and (key == LABEL or key.startswith(RATED))
+        rates = isinstance(key, str) and (key in LABELS or key.startswith(RATED))
         if rates and key not in ignored and not is_absent(value):
             raise ValueError(
-                f"{where} has the key {key[:60]!r}, so it is preference data (DPO, KTO); supervised "
-                "training would train on rejected answers too: keep the chosen answers only, or, if all "
-                "answers may be trained on, list the key in data.ignore_keys"
+                f"{where} has the key {key[:60]!r}, so it is preference data (DPO, KTO), which `seqbraid "
+                "train` does not support; supervised training would train on rejected answers too: keep the "
+                "chosen answers only, or, if all answers may be trained on, list the key in data.ignore_keys"
             )
 
 

@@ -37,7 +37,7 @@ class MediaRef:
 
     kind: Kind
     source: str
-    """As the record has it: a path below the media folder, or a URL."""
+    """As the record has it: a path below the media folder, a URL, or a `data:` URI with the file in it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """How to read it, as the record asks: `max_pixels`, `fps`, …; see `OPTIONS`."""
 
@@ -108,9 +108,7 @@ def _parse_part(part: Any, kinds_listed: Set[Kind], where: str) -> list[Part]:
             raise ValueError(f"{where}.text is a string, not {show(part.get('text'))}")
         return _split(part["text"], kinds_listed)
     if type_ == "input_audio":
-        raise ValueError(
-            f'{where} is inline audio; write it to a file and give {{"type": "audio", "audio": path}}'
-        )
+        return [_inline_audio(part.get("input_audio"), where)]
     if not isinstance(type_, str) or type_ not in PART_TYPES:
         near = get_close_matches(type_, ["text", *PART_TYPES], 1) if isinstance(type_, str) else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -145,11 +143,14 @@ def _source(source: Any, kind: Kind, where: str) -> str:
         raise ValueError(f"{where} is a list; a video is one file here, so join the frames into one")
     if not isinstance(source, str) or not source:
         raise ValueError(f"{where} is a path or URL, not {show(source)}")
-    if source[:5].lower() == "data:":
-        raise ValueError(
-            f"{where} holds the {kind} inline (a data: URL); write it to a file and give its path"
-        )
     return source
+
+
+def _inline_audio(audio: Any, where: str) -> MediaRef:
+    """A sound as OpenAI has it, as a data URI."""
+    if not isinstance(audio, dict) or not isinstance(audio.get("data"), str):
+        raise ValueError(f'{where}.input_audio is {{"data": base64, "format": …}}, not {show(audio)}')
+    return MediaRef("audio", f"data:audio/{audio.get('format', '')};base64,{audio['data']}")
 
 
 def _options(item: Mapping[str, Any], kind: Kind, known: Set[str], where: str) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Where records come from: JSONL files read at random by byte offset, and Hugging Face datasets."""
+"""Where records come from: JSON lines read at random by byte offset, files that are unpacked to such lines,
+and Hugging Face datasets.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from .cache import RecordCache, UnpackedSource
 from .jsonl import JsonlSource, digest, file_fingerprint
 from .plain_json import show
+from .unpack import COMPRESSED, KINDS, LINES, is_lines, suffixes
 
 __all__ = ["DatasetSource", "JoinedSource", "JsonlSource", "Source", "open_source"]
 
 ACCEPTED = (
-    "a .jsonl or .ndjson file, a .parquet file, a pattern of such files, a folder written by "
-    "`Dataset.save_to_disk`, or `hf:owner/name[:config][@split]`"
+    "a .jsonl, .ndjson, .json, .csv, .tsv (each also as .gz or .zst) or .parquet file, a pattern of such "
+    "files, a folder written by `Dataset.save_to_disk`, or `hf:owner/name[:config][@split]`"
 )
 
 
@@ -39,16 +43,24 @@ class Source(Protocol):
         """Changes when the records do."""
 
 
-def open_source(paths: str | Sequence[str]) -> Source:
-    """Open one or several sources as one, in the order given; the files of a pattern are sorted by name."""
+def open_source(
+    paths: str | Sequence[str], cache: RecordCache | None = None, beside: Sequence[str] = ()
+) -> Source:
+    """Open one or several sources as one, in the order given; the files of a pattern are sorted by name.
+
+    Files that cannot be read at random are unpacked to a folder, the `cache`. Names of records differ from
+    those in other files, `beside`.
+    """
+    cache = RecordCache() if cache is None else cache
     paths = [paths] if isinstance(paths, str) else list(paths)
-    names = [name for path in paths for name in _expand(str(path))]
+    names = [name for path in paths for name in expand(str(path))]
     if not names:
         raise ValueError(f"no data source is given; give {ACCEPTED}")
     # A file's own name is enough to find it by, unless two files share it.
     short = [Path(name).name for name in names]
+    taken = [*short, *(Path(name).name for name in beside)]
     sources = [
-        _open_one(name, own if short.count(own) == 1 else name)
+        _open_one(name, own if taken.count(own) == 1 else name, cache)
         for name, own in zip(names, short, strict=True)
     ]
     empty = [name for name, source in zip(names, sources, strict=True) if not len(source)]
@@ -113,7 +125,8 @@ class JoinedSource:
         return self.sources[number], index - self._starts[number]
 
 
-def _expand(path: str) -> list[str]:
+def expand(path: str) -> list[str]:
+    """The files of a pattern, sorted by name; any other path as it is."""
     if path.startswith("hf:") or os.path.exists(path):
         return [path]
     if not glob.has_magic(path):
@@ -124,18 +137,22 @@ def _expand(path: str) -> list[str]:
     return found
 
 
-def _open_one(path: str, name: str) -> Source:
-    suffix = Path(path).suffix.lower()
+def _open_one(path: str, name: str, cache: RecordCache) -> Source:
     if path.startswith("hf:"):
         return _open_hub(path)
     if os.path.isdir(path):
         return _open_folder(path)
-    if suffix in (".jsonl", ".ndjson"):
+    kind, packed = suffixes(path)
+    if kind in LINES and not packed:
         return JsonlSource(path, name)
-    if suffix == ".parquet":
+    if kind in KINDS:
+        if kind == ".json" and not packed and _call(path, is_lines, path):
+            return JsonlSource(path, name)
+        return UnpackedSource(path, name, cache)
+    if kind == ".parquet" and not packed:
         dataset = _call(path, _datasets().Dataset.from_parquet, path)
         return DatasetSource(dataset, name, file_fingerprint(Path(path)))
-    hint = "; write one record a line, for instance with `jq -c '.[]'`" if suffix == ".json" else ""
+    hint = "; its name does not say what is compressed: a.jsonl.gz" if packed in COMPRESSED else ""
     raise ValueError(f"{path} is not a supported data source; give {ACCEPTED}{hint}")
 
 
@@ -175,5 +192,7 @@ def _call(path: str, open_: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the library, whose failures are of many kinds, and name the source in what it says."""
     try:
         return open_(*args, **kwargs)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be opened: {error}") from error
     except Exception as error:
         raise ValueError(f"{path} cannot be opened: {type(error).__name__}: {error}") from error

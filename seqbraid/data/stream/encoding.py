@@ -33,8 +33,8 @@ class Preparation(Protocol):
 class Ready(NamedTuple):
     """A step whose samples are there."""
 
-    samples: dict[int, dict[str, Any] | Refused]
-    """By position."""
+    samples: dict[tuple[int, int], dict[str, Any] | Refused]
+    """By the key of their draw."""
     prepared: Any
     """What the preparation made of them; None where a sample was refused, so that the rows are others."""
 
@@ -69,7 +69,7 @@ class StepEncoder:
         self,
         planned: PlannedStep,
         rows: list[list[Draw]],
-        texts: dict[int, Tensor],
+        texts: dict[tuple[int, int], Tensor],
         media_ranks: Sequence[Sequence[tuple[int, ...]]],
     ) -> Encoding:
         """Have rows encoded but for their texts, each in a few tasks.
@@ -77,7 +77,7 @@ class StepEncoder:
         Args:
             planned: the step of the whole job.
             rows: those of this data rank.
-            texts: ids and labels of the draws that were tokenized when they were measured, by position.
+            texts: ids and labels of the draws that were tokenized when they were measured, by key.
             media_ranks: for each sample of each row, which rank encodes each of its media.
         """
         smallest = max(SMALLEST_TASK, self._row_tokens // TASKS_PER_ROW)
@@ -88,7 +88,7 @@ class StepEncoder:
         results: list[Result] = []
         for row, ranks in zip(rows, media_ranks, strict=True):
             wanted = [Wanted(draw, of_draw) for draw, of_draw in zip(row, ranks, strict=True)]
-            for task in _split([one for one in wanted if one.draw.position not in texts], smallest):
+            for task in _split([one for one in wanted if one.draw.key not in texts], smallest):
                 results.append(self._workers.submit("encode", task))
 
         def make() -> Ready:
@@ -105,20 +105,20 @@ class StepEncoder:
     def _ready(
         self,
         rows: list[list[Draw]],
-        texts: dict[int, Tensor],
+        texts: dict[tuple[int, int], Tensor],
         results: Sequence[Result],
         plans: Sequence[Result],
     ) -> Ready:
         draws = [draw for row in rows for draw in row]
-        encoded = [draw.position for draw in draws if draw.position not in texts]
+        encoded = [draw.key for draw in draws if draw.key not in texts]
         answers = [sample for result in results for sample in result.result()]
-        found: dict[int, Any] = dict(zip(encoded, answers, strict=True))
+        found: dict[tuple[int, int], Any] = dict(zip(encoded, answers, strict=True))
         for draw in draws:
-            if draw.position in texts:
-                found[draw.position] = text_sample(texts[draw.position], draw.length, self._row_tokens)
+            if draw.key in texts:
+                found[draw.key] = text_sample(texts[draw.key], draw.length, self._row_tokens)
         if self._prepare is None or any(isinstance(sample, Refused) for sample in found.values()):
             return Ready(found, None)
-        samples = [[found[draw.position] for draw in row] for row in rows]
+        samples = [[found[draw.key] for draw in row] for row in rows]
         return Ready(found, self._prepare(samples, [plan.result() for plan in plans]))
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from multiprocessing import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ...comm.consensus import agree, check_alike, gather_objects, raised_by_all
 from ...comm.whereabouts import Whereabouts
@@ -19,7 +19,7 @@ from ...models.media import media_ranks
 from .encoding import Encoding, Preparation, Ready, StepEncoder
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring, raise_if_stopped, stopped
-from .order import SampleOrder
+from .order import MixedOrder, SampleOrder
 from .plan import BadSample, Draw, PlannedStep, RowOptions, StepPlanner
 from .tasks import Encoder, Refused, Tasks
 from .texts import Texts
@@ -53,6 +53,14 @@ class StepData:
     """How long this call was blocked because samples were not ready."""
     prepared: Any = None
     """What the loader's `prepare` made of the rows."""
+
+
+@runtime_checkable
+class Mixed(Protocol):
+    """A source of several that are drawn from by weights; their records follow each other."""
+
+    sizes: list[int]
+    weights: list[float]
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,8 @@ class Loader:
         self._rows, self._prefetch_steps = rows, workers.prefetch_steps
         self._clock = Clock(where)
         source = {"source": reading.source.fingerprint, "num_samples": len(reading.source)}
-        self._settings = source | rows.in_state
+        mix = {} if not isinstance(reading.source, Mixed) else {"weights": list(reading.source.weights)}
+        self._settings = source | mix | rows.in_state
         alike = {"epochs": rows.epochs, "on_bad_sample": rows.on_bad_sample}
         alike |= {"prefetch_steps": workers.prefetch_steps, "cost": list(astuple(rows.cost))}
         check_alike(self._group, self._settings | alike)
@@ -123,12 +132,15 @@ class Loader:
         """The order of the samples, the workers, and the planner of the steps."""
         source, rows, mesh = reading.source, self._rows, self._mesh
         options.check()
-        self._order = SampleOrder(len(source), rows.seed, rows.shuffle, rows.epochs)
-        texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes)
+        drawn = rows.seed, rows.shuffle, rows.epochs
+        if isinstance(source, Mixed):
+            self._order: SampleOrder = MixedOrder(source.sizes, source.weights, *drawn)
+        else:
+            self._order = SampleOrder(len(source), *drawn)
+        texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes, rows.over_long == "split")
         in_row = mesh.row_rank, mesh.row_size
         planner = None if prepare is None else prepare.plan
-        cuts = rows.over_long == "truncate"
-        tasks = Tasks(source, reading.make_encoder, rows.row_tokens, *in_row, cuts, planner)
+        tasks = Tasks(source, reading.make_encoder, rows.row_tokens, *in_row, rows.over_long, planner)
         if options.workers:
             self._workers: Workers | NoWorkers = Workers(tasks, options.workers, options.sample_limit_s)
         else:
@@ -182,13 +194,13 @@ class Loader:
         self._left_out.add(planned.bad, planned.over_long, bad, cut_short)
 
         # What one rank could not encode is left out by all, so that a sequence group keeps the same rows.
-        kept = [draw for row in planned.rows for draw in row if draw.position not in refused]
+        kept = [draw for row in planned.rows for draw in row if draw.key not in refused]
         self._check_fruitless(planned, kept)
         tokens = sum(min(draw.length, self._rows.row_tokens) for draw in kept)
         self._state, self._done = planned.state, planned.done
         encoded = {position: one for position, one in samples.items() if not isinstance(one, Refused)}
-        rows = [[draw for draw in row if draw.position not in refused] for row in encoding.rows]
-        rows_of_samples = [[encoded[draw.position] for draw in row] for row in rows]
+        rows = [[draw for draw in row if draw.key not in refused] for row in encoding.rows]
+        rows_of_samples = [[encoded[draw.key] for draw in row] for row in rows]
         unchanged = ready.prepared is not None and rows == encoding.rows
         return StepData(
             rows=rows_of_samples,
@@ -237,23 +249,23 @@ class Loader:
     def _agree_on_refused(
         self,
         encoding: Encoding,
-        samples: Mapping[int, dict[str, Any] | Refused],
+        samples: Mapping[tuple[int, int], dict[str, Any] | Refused],
         problem: Exception | None,
-    ) -> dict[int, tuple[BadSample, bool]]:
-        """The samples of the step that some rank could not encode, by position, and whether they have but no
+    ) -> dict[tuple[int, int], tuple[BadSample, bool]]:
+        """The samples of the step that some rank could not encode, by key, and whether they have but no
         label left; the same on every rank."""
-        own: dict[int, tuple[BadSample, bool]] = {}
+        own: dict[tuple[int, int], tuple[BadSample, bool]] = {}
         for draw in encoding.draws if samples else []:
-            sample = samples[draw.position]
+            sample = samples[draw.key]
             if isinstance(sample, Refused):
                 bad = BadSample(draw.sample, self._source.where(draw.sample), sample.reason)
-                own[draw.position] = bad, sample.cut_short
+                own[draw.key] = bad, sample.cut_short
         error, stop = stopped(problem)
         counts = agree(self._group, error, [stop, len(own)])
         raise_if_stopped(counts)
         if not any(count for _, count in counts):
             return {}
-        merged: dict[int, tuple[BadSample, bool]] = {}
+        merged: dict[tuple[int, int], tuple[BadSample, bool]] = {}
         for of_rank in reversed(gather_objects(self._group, own)):  # in the words of the first rank
             merged.update(of_rank)
         return merged

@@ -14,7 +14,7 @@ from ...layout.packing import CostModel
 from ...layout.streaming import StreamingPacker
 from .order import SampleOrder
 
-OverLong = Literal["error", "truncate", "drop"]
+OverLong = Literal["error", "truncate", "drop", "split"]
 OnBadSample = Literal["error", "skip"]
 BAD = -1
 """The length of a sample that cannot be used."""
@@ -46,6 +46,8 @@ class RowOptions:
         """Refuse what cannot be meant."""
         if self.rows_per_step < 1:
             raise ValueError(f"rows_per_step={self.rows_per_step} must be at least 1")
+        if self.over_long == "split" and self.row_tokens < 2:
+            raise ValueError(f"over_long='split' needs row_tokens={self.row_tokens} to be at least 2")
         for name, choices in (("over_long", get_args(OverLong)), ("on_bad_sample", get_args(OnBadSample))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {choices}")
@@ -73,17 +75,37 @@ class Measured(NamedTuple):
     """Turns that are learnt without their reasoning, since the chat template leaves it out."""
 
 
+def pieces(length: int, row_tokens: int) -> list[tuple[int, int]]:
+    """Where the pieces of a document start and stop: each begins with the last token of the one before, which
+    no token before it predicts there, so that every token but the first is predicted once.
+
+    >>> pieces(8, 4)
+    [(0, 4), (3, 7), (6, 8)]
+    """
+    starts = range(0, max(1, length - 1), row_tokens - 1)
+    return [(start, min(start + row_tokens, length)) for start in starts]
+
+
 class Draw(NamedTuple):
-    """A sample as drawn from the stream."""
+    """A sample as drawn from the stream, or a piece of one."""
 
     position: int
     """In the endless stream: unlike the sample, never seen twice."""
     sample: int
     """Its index in the source."""
     length: int
-    """As measured, before any cut."""
+    """As measured, before it is truncated; of a piece, its own."""
     left_out: int = 0
     """Positions of its epoch just before this one whose samples were left out."""
+    start: int = 0
+    """Where a piece starts in its document."""
+    whole: int = 0
+    """The length of a piece's document; 0 of a sample in one piece."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Position and start, by which it is told from all others."""
+        return self.position, self.start
 
 
 class BadSample(NamedTuple):
@@ -129,6 +151,7 @@ class _Stream:
         self._options = options
         self._window: list[Measured] = []  # measured samples from `position` on, the next one last
         self.position = 0
+        self._pieces: list[Draw] = []  # of the document that is being drawn, the next one last
         self._usable = 0  # samples of this epoch that went into rows
         self._left_out = 0  # samples of this epoch that did not, since the latest that did
         self.reported: set[int] = set()
@@ -143,6 +166,8 @@ class _Stream:
         return self
 
     def __next__(self) -> Draw:
+        if self._pieces:
+            return self._pieces.pop()
         while not self.at_end:
             if not self._window:
                 self._window = list(reversed(self._measure(self.position)))
@@ -156,8 +181,17 @@ class _Stream:
             if self.position % self._order.num_samples == 0:
                 self._end_epoch()
             if draw is not None:
-                return draw
+                return self._first_piece(draw)
         raise StopIteration
+
+    def _first_piece(self, draw: Draw) -> Draw:
+        """A sample, or the first piece of a document whose others are drawn next."""
+        row_tokens = self._options.row_tokens
+        if draw.length <= row_tokens or self._options.over_long != "split":
+            return draw
+        for start, stop in reversed(pieces(draw.length, row_tokens)):
+            self._pieces.append(draw._replace(length=stop - start, start=start, whole=draw.length))
+        return self._pieces.pop()
 
     def _judge(self, draw: Draw, reason: str) -> Draw | None:
         if draw.length == BAD:
@@ -169,12 +203,12 @@ class _Stream:
                 self.bad.append(BadSample(draw.sample, where, reason))
             return None
         row_tokens, over_long = self._options.row_tokens, self._options.over_long
-        if draw.length <= row_tokens:
+        if draw.length <= row_tokens or over_long == "split":  # what must not be split is bad when measured
             return draw
         if over_long == "error":
             raise ValueError(
                 f"{self._where(draw.sample)}: {draw.length} tokens, but a row holds {row_tokens}; use "
-                f"over_long='truncate' or 'drop', or row_tokens >= {draw.length}"
+                f"over_long='truncate', 'drop' or, of plain text, 'split', or row_tokens >= {draw.length}"
             )
         self.lost.append(draw)
         return draw if over_long == "truncate" else None
@@ -189,11 +223,13 @@ class _Stream:
             )
         self._usable = self._left_out = 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position, "usable": self._usable, "left_out": self._left_out}
+    def state_dict(self) -> dict[str, Any]:
+        state = {"position": self.position, "usable": self._usable, "left_out": self._left_out}
+        return state | ({"pieces": [list(draw) for draw in self._pieces]} if self._pieces else {})
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.position, self._usable, self._left_out = state["position"], state["usable"], state["left_out"]
+        self._pieces = [Draw(*draw) for draw in state.get("pieces", ())]
 
 
 class StepPlanner:
@@ -263,9 +299,10 @@ class StepPlanner:
         epoch = min((self._order.epoch(draw.position) for draw in at_hand), default=None)
         if epoch is None:
             return self._stream.position
-        waiting = [draw for draw in at_hand if self._order.epoch(draw.position) == epoch]
+        # By position: of a document, several pieces may wait.
+        waiting = {draw.position: draw for draw in at_hand if self._order.epoch(draw.position) == epoch}
         end = min(self._stream.position, (epoch + 1) * self._order.num_samples)
-        return end - sum(1 + draw.left_out for draw in waiting)
+        return end - sum(1 + draw.left_out for draw in waiting.values())
 
     def left_out(self) -> tuple[list[BadSample], list[Draw]]:
         """Bad and over-long samples that no step has reported yet; they are then reported."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...layout.labels import num_targets
-from .plan import BAD, Draw, Measured
+from .plan import BAD, Draw, Measured, OverLong
 from .texts import compact
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Refused(NamedTuple):
 class Tasks:
     """What workers do: measure and encode samples of a source, for this rank of so many that share a row.
 
-    Of samples longer than a row the text is kept where they are cut (`cuts`).
+    Of samples longer than a row the text is kept where they are truncated or split.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Tasks:
         row_tokens: int,
         rank: int = 0,
         num_ranks: int = 1,
-        cuts: bool = False,
+        over_long: OverLong = "error",
         planner: Callable[[Sequence[int]], Any] | None = None,
     ) -> None:
         self.source = source
@@ -94,7 +94,8 @@ class Tasks:
         self.row_tokens = row_tokens
         self.rank = rank
         self.num_ranks = num_ranks
-        self.cuts = cuts
+        self.over_long = over_long
+        self._latest: tuple[int, dict[str, Any]] | None = None  # a document, of which more pieces may come
         self.plan = planner
         """What is made of a row's lengths alone."""
         self.at: Callable[[int], None] | None = None
@@ -150,12 +151,23 @@ class Tasks:
         if not 1 <= length <= LONGEST:
             raise ValueError(f"length() gave {length}; a sample has 1 to {LONGEST} tokens")
         lost: int = getattr(self.encoder, "without_reasoning", 0)
-        if text is None or (length > self.row_tokens and not self.cuts):
+        splits = self.over_long == "split"
+        if splits and length > self.row_tokens and not getattr(self.encoder, "all_labelled", False):
+            raise ValueError(
+                f"{length} tokens, but a row holds {self.row_tokens}, and over_long='split' cuts only "
+                f"text of which every token is a label; leave the sample out, or use row_tokens >= {length}"
+            )
+        if text is None or (length > self.row_tokens and self.over_long not in ("truncate", "split")):
             return Measured(sample, length, media_costs=tuple(costs), without_reasoning=lost)
-        return Measured(sample, length, text=compact(*text, self.row_tokens), without_reasoning=lost)
+        kept = compact(*text, length if splits else self.row_tokens)
+        return Measured(sample, length, text=kept, without_reasoning=lost)
 
     def _encoded(self, wanted: Wanted) -> dict[str, Any] | Refused:
         draw, media_ranks = wanted
+        if draw.whole:
+            sample = self._document(draw)
+            stop = draw.start + draw.length
+            return {key: value[draw.start : stop].clone() for key, value in sample.items()}
         record = self.source[draw.sample]
         if media_ranks:
             assert isinstance(self.encoder, SharesMedia)
@@ -167,6 +179,16 @@ class Tasks:
         if length != draw.length:
             raise ValueError(f"length() said {draw.length}, encode() gave {length}")
         return sample if length <= self.row_tokens else _cut(sample, self.row_tokens)
+
+    def _document(self, draw: Draw) -> dict[str, Any]:
+        """The whole document of a piece, which is kept for its other pieces."""
+        if self._latest is None or self._latest[0] != draw.sample:
+            sample = dict(self.encoder.encode(self.source[draw.sample]))
+            self._latest = draw.sample, sample
+        sample = self._latest[1]
+        if len(sample["input_ids"]) != draw.whole:
+            raise ValueError(f"length() said {draw.whole}, encode() gave {len(sample['input_ids'])}")
+        return sample
 
 
 def check_finite(sample: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...comm.group import Group
 from ...mesh import Mesh
-from .plan import Draw
+from .plan import Draw, pieces
 
 TEXT_BYTES = 256 << 20
 """What a rank keeps at most, unless told otherwise."""
@@ -35,9 +35,10 @@ class Texts:
 
     Args:
         limit: the most bytes that this rank keeps, the window included that is being measured.
+        splits: whether what is longer than a row is drawn in pieces, and so kept in them.
     """
 
-    def __init__(self, mesh: Mesh, row_tokens: int, limit: int = TEXT_BYTES) -> None:
+    def __init__(self, mesh: Mesh, row_tokens: int, limit: int = TEXT_BYTES, splits: bool = False) -> None:
         if limit < 0:
             raise ValueError(f"text_bytes={limit} must not be negative; 0 keeps no text")
         self._group = Group.of(mesh.cpu_group)
@@ -46,9 +47,11 @@ class Texts:
             self._ranks_of[mesh.data_rank_of(rank)].append(rank)
         self._row_tokens = row_tokens
         self._limit = limit
-        self._own: dict[int, Tensor] = {}
-        self._kept: dict[int, tuple[int, int]] = {}
-        """By which rank, and the whole sample's length; the same on every rank."""
+        self._splits = splits
+        self._own: dict[tuple[int, int], Tensor] = {}
+        """By sample and where the piece starts."""
+        self._kept: dict[tuple[int, int], tuple[int, int]] = {}
+        """By which rank, and the length of the sample or piece; the same on every rank."""
         self.num_bytes = 0
         """Of the texts that this rank keeps."""
 
@@ -59,15 +62,24 @@ class Texts:
 
     def keep(self, sample: int, text: Text) -> None:
         """Keep a text; a copy of it, for what a worker sends lies in one piece of memory with others."""
-        self._own[sample] = torch.from_numpy(text.copy())
-        self.num_bytes += text.nbytes
+        for start, length in self._pieces(text.shape[1]):
+            piece = torch.from_numpy(text[:, start : start + length].copy())
+            self._own[sample, start] = piece
+            self.num_bytes += piece.nbytes
 
     def is_kept(self, sample: int, rank: int, length: int) -> None:
         """A rank keeps the text of a sample; every rank is told alike."""
-        self._kept[sample] = rank, length
+        for start, of_piece in self._pieces(length):
+            self._kept[sample, start] = rank, of_piece
 
-    def deliver(self, draws_of: Sequence[Iterable[Draw]]) -> dict[int, Tensor]:
-        """The texts of this data rank's draws that some rank has kept, by position; they are kept no longer.
+    def _pieces(self, length: int) -> list[tuple[int, int]]:
+        """Where the pieces that a text is drawn in start, and how long they are."""
+        if not self._splits or length <= self._row_tokens:
+            return [(0, length)]
+        return [(start, stop - start) for start, stop in pieces(length, self._row_tokens)]
+
+    def deliver(self, draws_of: Sequence[Iterable[Draw]]) -> dict[tuple[int, int], Tensor]:
+        """The texts of this data rank's draws that some rank has kept, by key; they are kept no longer.
 
         All ranks call it together, with the draws of each data rank.
         """
@@ -76,8 +88,8 @@ class Texts:
         travels = False
         for ranks, draws in zip(self._ranks_of, draws_of, strict=True):
             for draw in draws:
-                keeper, length = self._kept.pop(draw.sample, (-1, 0))
-                text = self._own.pop(draw.sample, None)
+                keeper, length = self._kept.pop((draw.sample, draw.start), (-1, 0))
+                text = self._own.pop((draw.sample, draw.start), None)
                 if text is not None:
                     self.num_bytes -= text.nbytes
                 if keeper < 0 or length != draw.length:  # drawn before a resume, as another text
@@ -90,7 +102,7 @@ class Texts:
                         out[rank].append(text)
         if not travels:  # as every rank sees
             return {
-                draw.position: text
+                draw.key: text
                 for draw, text in zip(coming[self._group.rank], out[self._group.rank], strict=True)
             }
         sizes = [[2 * min(draw.length, self._row_tokens) for draw in draws] for draws in coming]
@@ -103,4 +115,4 @@ class Texts:
         )
         parts = arrived.split([size for of_rank in sizes for size in of_rank])
         all_coming = [draw for draws in coming for draw in draws]
-        return {draw.position: part.view(2, -1) for draw, part in zip(all_coming, parts, strict=True)}
+        return {draw.key: part.view(2, -1) for draw, part in zip(all_coming, parts, strict=True)}

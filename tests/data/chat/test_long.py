@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from seqbraid.data.chat import prefixes
 from seqbraid.data.chat.template import ChatTemplate
-from seqbraid.data.encode import _within
+from seqbraid.data.plain import within
 from seqbraid.data.records.conversation import parse_conversation
 from seqbraid.data.records.plain_json import parse_json
 from seqbraid.data.tiny import tiny_training_model
@@ -152,7 +152,7 @@ def test_tokens_within_spans_are_those_within_one_of_them(data: st.DataObject) -
     ends, edges = places(40), places(12)
     offsets = list(zip([0, *ends], ends, strict=False))
     spans = list(zip(edges[::2], edges[1::2], strict=False))
-    found = _within(np.asarray(offsets, np.int64).reshape(-1, 2), spans)
+    found = within(np.asarray(offsets, np.int64).reshape(-1, 2), spans)
     wanted = [any(a <= start < stop <= b for a, b in spans) for start, stop in offsets]
     assert found.tolist() == wanted
 

@@ -10,6 +10,7 @@ from tests.helpers.media import write_media
 
 from .case import ANSWER, QUESTION, Case, media_root, part
 from .files import files, paths
+from .formats import wrong_calls, wrong_formats
 from .records import not_json, wrong_media, wrong_turns, wrong_types
 
 
@@ -23,6 +24,8 @@ def make_corpus(folder: Path, seed: int = 0) -> list[Case]:
         *not_json(random_),
         *wrong_types(),
         *wrong_turns(),
+        *wrong_formats(),
+        *wrong_calls(),
         *wrong_media(),
         *paths(folder),
         *files(root, random_),
@@ -54,4 +57,9 @@ def good_records() -> list[dict[str, Any]]:
                 ANSWER,
             ]
         },
+        {"text": "A cat."},
+        {"prompt": "A", "completion": " cat."},
+        {"prompt": [QUESTION], "completion": [ANSWER]},
+        {"instruction": "<image>?", "input": "What?", "output": "A cat.", "images": ["good.png"]},
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]},
     ]

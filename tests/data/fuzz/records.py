@@ -84,13 +84,10 @@ def wrong_types() -> Iterator[Case]:
             yield Case(line(value), "JSON object", f"record is {name}")
         for style in ("messages", "conversations"):
             expect = (
-                "has none of them"
-                if value is None
-                else rf"{style}(\[0\])? is (a list|an object)|{style}\[0\]"
+                "fits no format" if value is None else rf"{style}(\[0\])? is (a list|an object)|{style}\[0\]"
             )
             yield Case(line({style: value}), expect, f"{style} is {name}")
-    yield Case(b"{}", "has none of them", "record is empty")
-    yield Case(b'{"text": "a book"}', "has none of them", "record has text only")
+    yield Case(b"{}", "fits no format: it has no key", "record is empty")
     for name, value in WRONG.items():
         content = name.startswith("list")
         yield Case(
@@ -139,18 +136,18 @@ def wrong_types() -> Iterator[Case]:
         if name not in ("null", "bool"):
             yield Case(
                 line({"messages": [QUESTION, {**ANSWER, "loss": value}]}),
-                "loss is true or false",
+                "loss is (true or false|.* give 0 or 1)",
                 f"loss {name}",
             )
 
 
 def wrong_turns() -> Iterator[Case]:
-    for role in ("asistant", "Assistant", "USER", "human", "gpt", "bot", "model", "", "tool_call", "user "):
+    for role in ("asistant", "Assistant", "USER", "human", "gpt", "bot", "model", "", "toolcall", "user "):
         record = {"messages": [{"role": role, "content": "x"}, ANSWER]}
         yield Case(line(record), "role is .*valid are system, developer, user", f"unknown role {role!r}")
     near = {"messages": [QUESTION, {"role": "asistant", "content": "x"}]}
     yield Case(line(near), "did you mean 'assistant'", "near role")
-    for role in ("humman", "chatgpt", "Human", "bing", "function_call"):
+    for role in ("humman", "chatgpt", "Human", "bing", "function call"):
         record = {"conversations": [{"from": role, "value": "x"}, {"from": "gpt", "value": "x"}]}
         yield Case(line(record), "from is .*valid are system, human", f"unknown from {role!r}")
     for name, answer in {
@@ -176,7 +173,7 @@ def wrong_turns() -> Iterator[Case]:
         "user learnt": ([{**QUESTION, "loss": True}, ANSWER], "only assistant turns"),
         "system learnt": ([{**system, "loss": 1}, QUESTION, ANSWER], "only assistant turns"),
         "loss is a word": ([QUESTION, {**ANSWER, "loss": "no"}], "true or false"),
-        "loss is two": ([QUESTION, {**ANSWER, "loss": 2}], "true or false"),
+        "loss is two": ([QUESTION, {**ANSWER, "loss": 2}], "give 0 or 1"),
         "loss and weight": ([QUESTION, {**ANSWER, "loss": True, "weight": 1}], "both `loss` and `weight`"),
         "loss scale": ([QUESTION, {**ANSWER, "loss_scale": 0.5}], "loss_scale is not supported"),
         "user calls a tool": ([{**QUESTION, "tool_calls": [{}]}, ANSWER], "only assistant turns call tools"),
@@ -214,7 +211,7 @@ def wrong_turns() -> Iterator[Case]:
         "both `system`",
         "system twice",
     )
-    yield Case(line({"query": "?"}), "has none of them", "query only")
+    yield Case(line({"query": "?"}), "fits no format: it has 'query'", "query only")
     yield Case(line({"query": "?", "response": ""}), "without text", "empty response")
     yield Case(
         line({"query": "?", "response": "x", "history": [["a"]]}), r"history\[0\] is", "history of one"
@@ -241,7 +238,15 @@ def wrong_media() -> Iterator[Case]:
         yield Case(line(answer), "without text", f"{kind} as the answer")
         nobody = {"messages": [ANSWER], key: [source]}
         yield Case(line(nobody), "before the first user turn", f"{kind} without a user")
-        yield Case(about(kind, f"data:{kind}/x;base64,AAAA"), "inline", f"inline {kind}")
+        inline = {
+            "cut": (f"data:{kind}/x;base64,AAAA", "not an image|cannot be decoded"),
+            "broken": ("data:;base64,A*A", "base64 is broken"),
+            "empty": ("data:;base64,", "is empty"),
+            "percent": ("data:text/plain,a%20b", "without base64"),
+            "headless": ("data:", "without base64"),
+        }
+        for name, (uri, expect) in inline.items():
+            yield Case(about(kind, uri), expect, f"inline {kind} {name}")
         yield Case(line({**talk("?"), key: [{"bytes": "AAAA"}]}), "inline", f"{kind} bytes")
         yield Case(
             line({**talk("?"), key: [{"path": source, "url": source}]}), "is a path", f"{kind} path and url"
@@ -260,9 +265,10 @@ def wrong_media() -> Iterator[Case]:
     yield Case(about("image", "good.png", max_pixels=3.5), "whole number", "half a pixel")
     yield Case(
         line(talk([{"type": "input_audio", "input_audio": {"data": "AAAA"}}])),
-        "inline audio",
+        "cannot be decoded as audio",
         "input_audio",
     )
+    yield Case(line(talk([{"type": "input_audio", "input_audio": "AAAA"}])), "input_audio is", "bare audio")
     yield Case(line(talk([part("video", ["a.png", "b.png"])])), "video is one file", "video of frames")
     for type_ in ("img", "txt", "image_urls", "file", "tool_result", "Text", ""):
         yield Case(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.data.records.conversation import Conversation, MediaRef, Turn, check_ignored, parse_conversation
+from seqbraid.data.records.conversation import Conversation, MediaRef, Turn, parse_conversation
+from seqbraid.data.records.formats import check_ignored
 
 USER = {"role": "user", "content": "Which?"}
 ANSWER = {"role": "assistant", "content": "This."}

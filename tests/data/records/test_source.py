@@ -115,13 +115,13 @@ def test_a_line_without_end_is_refused_when_read(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.json").write_text("[]")
+    (tmp_path / "a.json").write_text("[\n{\n")
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "folder").mkdir()
     cases = {
         "missing.jsonl": "does not exist",
         "*.nothing": "no file matches",
-        "a.json": "one record a line",
+        "a.json": "not JSON",
         "empty.jsonl": "holds no records",
         "folder": "cannot be opened",
     }

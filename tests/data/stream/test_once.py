@@ -140,7 +140,7 @@ def test_a_text_that_is_kept_holds_no_memory_but_its_own() -> None:
     kept = Texts(Mesh(), ROW)
     kept.keep(0, sent[1])
     kept.is_kept(0, 0, 100)
-    text = kept.deliver([[Draw(5, 0, 100)]])[5]
+    text = kept.deliver([[Draw(5, 0, 100)]])[5, 0]
     assert text.untyped_storage().nbytes() == text.nbytes == 800
     assert text.data_ptr() != sent[1].ctypes.data
 
@@ -159,12 +159,12 @@ def test_what_is_cut_or_dropped_is_so_as_before(axes: dict[str, int], tmp_path: 
     limits = records(2, longest=1)
     limits[0]["n"] = 5 * ROW
     tasks = {
-        cuts: Tasks(ListSource(limits), partial(TextToy, tmp_path / "cut"), ROW, cuts=cuts)
-        for cuts in (True, False)
+        over_long: Tasks(ListSource(limits), partial(TextToy, tmp_path / "cut"), ROW, over_long=over_long)
+        for over_long in ("truncate", "drop")
     }
-    cut, short = tasks[True].measure(Unmeasured([0, 1], 1 << 20))
+    cut, short = tasks["truncate"].measure(Unmeasured([0, 1], 1 << 20))
     assert cut.length == 5 * ROW and cut.text is not None and cut.text.shape == (2, ROW)
-    dropped, kept = tasks[False].measure(Unmeasured([0, 1], 1 << 20))
+    dropped, kept = tasks["drop"].measure(Unmeasured([0, 1], 1 << 20))
     assert dropped.length == 5 * ROW and dropped.text is None
     assert kept.text is not None and short.text is not None and kept.text.shape == (2, 1)
 
