@@ -12,12 +12,13 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import seqbraid as sb
+from seqbraid.distributed.gradients import clip_gradients, gradient_norm
 from seqbraid.models.step import forward_backward
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.checkpoint.checkpoints import Checkpoints
 from seqbraid.train.config import StepConfig
-from seqbraid.train.optimizer import clip_gradients, gradient_norm, gradients_of, make_optimizer
+from seqbraid.train.optimizer import gradients_of, make_optimizer
 from tests.helpers import ranks
 
 FAMILIES = ["qwen3", "qwen3_5"]
