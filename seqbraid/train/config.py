@@ -16,6 +16,7 @@ from ..plan.estimate import Precision
 from ..plan.memory import MemoryOptions
 from ..sequence_parallel.gated_delta_bytes import Choice
 from .checkpoint.choose import check_resume
+from .step_config import StepConfig
 
 
 @dataclass(frozen=True)
@@ -99,39 +100,6 @@ class DataConfig:
     """Maximum number of frames sampled from a video; by default the processor's setting."""
     use_audio_in_video: bool = False
     """Use the audio of videos (Qwen3-Omni)."""
-
-
-@dataclass(frozen=True)
-class StepConfig:
-    """The optimizer, its learning rate and the global batch size."""
-
-    steps: int | None = None
-    """Optimizer steps; give this or `epochs`."""
-    epochs: int | None = None
-    """Passes over the training data; give this or `steps`."""
-    batch_tokens: int = 0
-    """Global batch size: tokens of an optimizer step over the whole job, on any mesh; a multiple of
-    `data.row_tokens`. Gradient accumulation follows from it."""
-    lr: float = 1e-5
-    """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate decays after the warm-up."""
-    warmup: float = 0.03
-    """Warm-up from 0: a fraction of the run if below 1, else a number of steps."""
-    final_lr: float = 0.0
-    """Final learning rate, as a fraction of `lr`."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
-    beta1: float = 0.9
-    """AdamW's decay of the first moment."""
-    beta2: float = 0.999
-    """AdamW's decay of the second moment."""
-    eps: float = 1e-8
-    """AdamW's epsilon, added to the root of the second moment; above 0."""
-    clip_norm: float | None = 1.0
-    """Gradient clipping: maximum norm of the whole gradient; null for no clipping."""
-    eval_every: int | None = None
-    """Steps between evaluations; by default only at the end."""
 
 
 @dataclass(frozen=True)
@@ -241,14 +209,9 @@ class TrainConfig:
                 raise ValueError(f"{name} is empty; set it in the config or with --{name}=…")
         check_resume(self.resume)
         steps, data = self.train, self.data
-        if (steps.steps is None) == (steps.epochs is None):
-            raise ValueError(
-                f"train.steps={steps.steps} and train.epochs={steps.epochs}: give exactly one of them"
-            )
+        steps.check()
         positive = {
-            "train.steps": steps.steps, "train.epochs": steps.epochs, "log.every": self.log.every,
-            "train.batch_tokens": steps.batch_tokens, "data.row_tokens": data.row_tokens,
-            "train.eval_every": steps.eval_every,
+            "log.every": self.log.every, "data.row_tokens": data.row_tokens,
             "checkpoint.every": self.checkpoint.every, "checkpoint.keep": self.checkpoint.keep,
             "data.prefetch_steps": data.prefetch_steps,
         }  # fmt: skip
@@ -270,25 +233,6 @@ class TrainConfig:
                 f"train.batch_tokens={steps.batch_tokens} is not a multiple of "
                 f"data.row_tokens={data.row_tokens}; use {choices}"
             )
-        for name, share in (("final_lr", steps.final_lr), ("weight_decay", steps.weight_decay)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"train.{name}={share} must be between 0 and 1")
-        if not (0 <= steps.beta1 < 1 and 0 <= steps.beta2 < 1):
-            raise ValueError(f"train.beta1={steps.beta1}, beta2={steps.beta2} must be at least 0 and below 1")
-        for name, number in (("lr", steps.lr), ("warmup", steps.warmup)):
-            if not 0 <= number < float("inf"):
-                raise ValueError(f"train.{name}={number} must be a finite number of at least 0")
-        if not 1.2e-38 <= steps.eps < float("inf"):  # 0 over 0 where a gradient is 0; float32 ends there
-            raise ValueError(
-                f"train.eps={steps.eps} must be a finite number of at least 1.2e-38; 1e-8 is usual"
-            )
-        if steps.warmup >= 1 and steps.epochs is not None:
-            raise ValueError(
-                f"train.warmup={steps.warmup} is a number of steps, but with train.epochs={steps.epochs} "
-                "the number of steps is unknown; give a fraction below 1"
-            )
-        if steps.clip_norm is not None and not steps.clip_norm > 0:
-            raise ValueError(f"train.clip_norm={steps.clip_norm} must be above 0, or null for no clipping")
         for name, seconds in as_dict(self.timeouts).items():
             if seconds is not None and not seconds > 0:
                 raise ValueError(f"timeouts.{name}={seconds} must be above 0, or null to wait forever")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from ..distributed.gradients import clip_gradients, local
-from .config import StepConfig
+from .step_config import StepConfig
 
 
 def make_optimizer(model: nn.Module, config: StepConfig) -> torch.optim.Optimizer:

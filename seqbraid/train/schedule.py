@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .config import StepConfig
+from .step_config import StepConfig
 
 
 def learning_rate(config: StepConfig, before: float, after: float) -> float:
