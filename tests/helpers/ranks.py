@@ -13,6 +13,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import _lru_cache_wrapper
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -91,9 +92,9 @@ class Pool:
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
+    clear_caches = _caches_of_meshes()
     gc.freeze()  # what is there stays there, and is not looked at again
     while True:
         function, rank, world_size, store, args = pipe.recv()
@@ -112,7 +113,7 @@ def _serve(pipe: Connection) -> None:
                 dist.destroy_process_group()
             # Models and torch's cache of sharding rules hold groups, and cycles hold models; a group that is
             # not freed keeps waking its threads, and some hundred of them would take half a core.
-            _clear_sharding_prop_cache()
+            clear_caches()
             gc.collect()
         try:
             pipe.send(outcome)
@@ -120,6 +121,27 @@ def _serve(pipe: Connection) -> None:
             Exception
         ) as error:  # a value that cannot be sent is the test's mistake, and must not look like a hang
             pipe.send(("error", Raised("PicklingError", str(error)), traceback.format_exc()))
+
+
+def _caches_of_meshes() -> Callable[[], None]:
+    """What empties all caches of torch that hold meshes."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    clears = [_clear_sharding_prop_cache]
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # since torch 2.12
+        clears.append(_redistribute.clear_redistribute_planner_cache)
+    clears += [
+        found.cache_clear
+        for found in gc.get_objects()
+        if isinstance(found, _lru_cache_wrapper) and (found.__module__ or "").startswith("torch.distributed")
+    ]
+
+    def clear() -> None:
+        for one in clears:
+            one()
+
+    return clear
 
 
 _POOL = Pool()
