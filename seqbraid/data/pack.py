@@ -20,6 +20,7 @@ from ..models.media import MediaInput, sample_media
 from ..models.media_tokens import TEXT, token_types
 from ..models.needs import prepare_plans
 from ..models.positions import sample_positions
+from ..models.running import normal_tensors
 from ..sequence_parallel.plans import RowPlans
 
 
@@ -61,10 +62,11 @@ def pack(
     """
     mesh = Mesh() if mesh is None else mesh
     try:
-        row = build_row(samples, config, check_media, mesh.row_rank)
-        if plans is None:
-            plans = plan_row(row.lengths, config, mesh, policy, multiple_of, pad_to, fp8)
-        return row.split(plans)
+        with normal_tensors():
+            row = build_row(samples, config, check_media, mesh.row_rank)
+            if plans is None:
+                plans = plan_row(row.lengths, config, mesh, policy, multiple_of, pad_to, fp8)
+            return row.split(plans)
     except Exception as error:
         bad = BadBatch(error)
         if mesh.world_size == 1:

@@ -34,7 +34,14 @@ class NoMask(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let it be looked at, moved and sliced, and nothing else."""
+        """Let it be looked at, moved, sliced, asked whether it masks anything, and nothing else."""
+        if func.__name__ == "all":  # of `mask == 1`: every token is attended to
+            return torch.ones((), dtype=torch.bool, device=args[0].device)
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "torch.compile cannot trace a parallelized model, whose layers exchange tokens; call the "
+                "model as parallelize gave it"
+            )
         if func.__name__ not in HARMLESS_TO_A_MASK:
             raise ValueError(
                 f"the model uses its attention mask ({func.__name__}): its own masking rules would not "
@@ -45,8 +52,9 @@ class NoMask(Tensor):
 
 
 HARMLESS_TO_A_MASK = {
-    "__get__", "__getitem__", "__len__", "__repr__", "size", "dim", "numel", "to", "type", "detach", "clone",
-    "contiguous", "is_floating_point", "is_complex", "element_size", "requires_grad_", "stride", "data_ptr",
+    "__eq__", "__get__", "__getitem__", "__len__", "__repr__", "size", "dim", "numel", "to", "type", "detach",
+    "clone", "contiguous", "is_floating_point", "is_complex", "element_size", "requires_grad_", "stride",
+    "data_ptr",
 }  # fmt: skip
 
 

@@ -43,6 +43,7 @@ from .media_adapter import make_adapter
 from .output import ExpertLoad, LocalLoss, StepOutput
 from .parts import ModelParts
 from .router import load_balancing_loss
+from .running import normal_tensors
 from .tensor import TensorPlan, vocabulary_rows
 from .tensor_parts import own_part
 from .unchanged import Unchanged
@@ -136,7 +137,8 @@ class BraidedModel(nn.Module):
         loss: LossFunction | None = None,
     ) -> LocalLoss:
         """This rank's share of the loss of a step that all ranks have agreed on."""
-        local: LocalLoss = super().__call__(batch, label_tokens, divisor, seed, loss)
+        with normal_tensors():
+            local: LocalLoss = super().__call__(batch, label_tokens, divisor, seed, loss)
         if not torch.is_grad_enabled():
             self._free()
         return local
@@ -227,6 +229,7 @@ class BraidedModel(nn.Module):
             error = problem
         return agree_on_step(self.mesh, error, batches, alike, counts, flag)
 
+    @normal_tensors()
     @torch.no_grad()
     def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
         """`logits`, with the parameters at hand."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..sequence_parallel.context import StepContext
@@ -22,6 +23,18 @@ _STEP: ContextVar[StepContext | None] = ContextVar("the step that is running", d
 def running_step() -> StepContext | None:
     """The step of the call that this one is part of; None outside of a braided step."""
     return _STEP.get()
+
+
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Turn `torch.inference_mode` into `torch.no_grad`: plans that are made here and kept serve later steps
+    too, and a backward refuses tensors of inference mode.
+    """
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextmanager

@@ -171,7 +171,7 @@ def test_an_encoder_can_be_sent_to_a_worker(models: Any, folder: Path) -> None:
     ("name", "record", "said"),
     [
         ("llama", ask({"type": "image", "image": "wide.png"}), "takes only text"),
-        ("qwen3_vl", ask({"type": "audio", "audio": "short.wav"}), "takes image, video"),
+        ("qwen3_vl", ask({"type": "audio", "audio": "short.wav"}), "takes only image, video"),
         ("qwen3_vl", ask({"type": "image", "image": "none.png"}), "none.png"),
         ("qwen3_vl", ask({"type": "image", "image": "short.wav"}), "short.wav"),
         ("qwen3_vl", ask({"type": "image", "image": "wide.png", "resized_height": 8}), "resized_height"),

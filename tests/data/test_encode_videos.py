@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -121,7 +122,9 @@ def heard_by(stub: Any, refs: list[dict[str, Any]], with_sound: bool) -> dict[st
 def test_the_stock_processor_of_omni_has_sizes_of_its_own(models: Any, folder: Path) -> None:
     """Which it hands to the video processor with every call, over those that the checkpoint has."""
     omni = models["qwen3_omni"][1]
-    stock = omni._merge_kwargs(type(omni).valid_processor_kwargs)["videos_kwargs"]["size"]
+    module, newer = sys.modules[type(omni).__module__], type(omni).valid_processor_kwargs
+    arguments = getattr(module, "Qwen3OmniMoeProcessorKwargs", newer)  # up to transformers 5.22
+    stock = omni._merge_kwargs(arguments)["videos_kwargs"]["size"]
     for name, expected in (("qwen3_omni", stock["longest_edge"]), ("qwen3_vl", 8 * 32 * 32)):
         encoder = SampleEncoder(models[name][1], models[name][0].config, MediaFiles(folder))
         assert encoder.media.frame_rules.max_pixels == expected

@@ -87,5 +87,5 @@ def test_attention_changed_behind_our_back_is_refused() -> None:
 def test_what_is_no_causal_language_model_is_refused() -> None:
     with pytest.raises(ValueError, match="ForCausalLM"):
         sb.parallelize(tiny_model("llama").model)
-    with pytest.raises(ValueError, match="PreTrainedModel, not Linear"):
+    with pytest.raises(ValueError, match="PreTrainedModel of transformers, not Linear"):
         sb.parallelize(tiny_model("llama").lm_head)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
+from seqbraid.models.attention import no_mask
 from seqbraid.models.braided import config_values
 from seqbraid.models.tiny.decoders import COMMON, tiny_model
 from seqbraid.models.tiny.samples import random_samples
@@ -41,6 +42,15 @@ def test_a_window_that_attention_does_not_get_is_refused() -> None:
 def test_a_mask_of_the_familys_own_is_refused() -> None:
     with pytest.raises(ValueError, match="its own masking rules would not hold"):
         step(build("doge", num_key_value_heads=4), random_samples([40, 5], 97))
+
+
+def test_whether_all_tokens_are_attended_to_may_be_asked() -> None:
+    """As gated-delta families of transformers 5.9 do, in every forward."""
+    mask = no_mask(torch.device("cpu"))
+    assert torch.all(mask == 1)
+    for uses_it in (lambda: torch.any(mask == 1), lambda: mask + 1, lambda: (mask == 0).logical_not()):
+        with pytest.raises(ValueError, match="its own masking rules would not hold"):
+            uses_it()
 
 
 # What changes after parallelize.

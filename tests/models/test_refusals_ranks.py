@@ -259,7 +259,7 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (other_kind_of_config_on_one_rank, 2, "uses rope_type dynamic"),
     (other_options_on_one_rank, 2, "rank 1 has memory.checkpointing = "),
     (option_refused_on_one_rank, 2, "gated_delta='guess' is unknown"),
-    (no_model_on_one_rank, 2, "takes a transformers PreTrainedModel, not Linear"),
+    (no_model_on_one_rank, 2, "takes a PreTrainedModel of transformers, not Linear"),
     (other_mesh_on_one_rank, 2, "rank 1 has the mesh = "),
     (frozen_on_one_rank, 2, "rank 1 has requires_grad of model.layers.0"),
     (frozen_on_one_rank_before, 2, "rank 1 has the parameter lm_head.weight"),

@@ -132,6 +132,20 @@ def test_evaluation_between_forward_and_backward_changes_nothing() -> None:
         assert torch.equal(gradient, expected[name]), name
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_evaluation_in_inference_mode_leaves_nothing_that_a_backward_refuses(family: str) -> None:
+    stock = tiny_model(family)
+    model = sb.parallelize(stock)
+    with torch.inference_mode():
+        batch = sb.pack(random_samples([23, 6], 97), stock.config)
+        expected = [model(batch).mean_loss, sb.forward_backward(model, [batch]).mean_loss]
+        assert all(not logits.is_inference() for logits in model.logits(batch))
+    out = model(batch)
+    assert torch.equal(out.mean_loss, expected[0]) and torch.equal(out.mean_loss, expected[1])
+    out.loss.backward()
+    assert all(p.grad is not None for p in stock.parameters())
+
+
 def test_a_dense_batch_enters_by_the_same_door() -> None:
     stock = tiny_model("llama").eval()
     ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 8, 9, 1, 2]])

@@ -298,7 +298,7 @@ def test_what_is_cut_before_its_first_label_is_left_out_and_counted_on_any_mesh(
     lost = 2 * (sum(source[index]["n"] for index in (4, 9, 30)) + source[21]["n"] - 32)
     assert (one.over_long.count, one.over_long.tokens_lost, one.over_long.without_labels) == (8, lost, 6)
     assert one.bad.count == 0
-    assert "toy.jsonl:5: it has no label among its first 32 tokens: left it out" in caplog.text
+    assert "toy.jsonl:5: no label is among its first 32 tokens: left it out" in caplog.text
     steps, states = alone(**options)
     found = ranks.run(on_a_rank, 4, {"dp_shard": 2, "ring": 2}, options)
     assert joined(found) == padded(steps, 2)
