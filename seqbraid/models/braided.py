@@ -203,7 +203,8 @@ class BraidedModel(nn.Module):
     def logits(self, batch: PackedBatch) -> list[Tensor]:
         """One `[T, V]` tensor per sample, in the order given: for checks, it holds all logits at once."""
         self.agree("logits", [batch], 0)
-        found: list[Tensor] = self.gathered_logits(batch)
+        with normal_tensors():
+            found: list[Tensor] = self.gathered_logits(batch)
         self._free()
         return found
 
@@ -229,7 +230,6 @@ class BraidedModel(nn.Module):
             error = problem
         return agree_on_step(self.mesh, error, batches, alike, counts, flag)
 
-    @normal_tensors()
     @torch.no_grad()
     def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
         """`logits`, with the parameters at hand."""

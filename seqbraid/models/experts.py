@@ -24,9 +24,9 @@ TORCHS = ("eager", "grouped_mm", "batched_mm")
 
 def are_experts(module: nn.Module) -> bool:
     """The experts of a layer as one module, called with hidden states and, per token, whom it goes to."""
-    return type(module).__name__.endswith("Experts") and any(
-        parameter.ndim == 3 for parameter in module.parameters(recurse=False)
-    )
+    tensors = {name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3}
+    by_parts = "down_proj" in tensors and ("gate_up_proj" in tensors or "up_proj" in tensors)
+    return by_parts or (bool(tensors) and type(module).__name__.endswith("Experts"))
 
 
 def braid_experts(module: nn.Module, number: int) -> BraidedExperts:

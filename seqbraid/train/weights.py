@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,8 +70,15 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    fetch = partial(snapshot_download, name, revision=revision, allow_patterns=list(PATTERNS))
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS)))
+        try:
+            return Path(fetch())
+        except (HfHubHTTPError, OSError):
+            # Without network some releases want a list of the commit's files, which others did not keep.
+            with suppress(HfHubHTTPError, OSError):
+                return Path(fetch(local_files_only=True))
+            raise
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{str(path_or_name)!r} is not a folder, and could not be downloaded from the Hub: {error}"

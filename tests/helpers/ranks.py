@@ -38,11 +38,6 @@ class RankError(AssertionError):
     """A rank raised what the test did not expect."""
 
 
-def _slower() -> float:
-    """How many times longer a case may take because the machine has other work than ours."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
-
-
 class Pool:
     """Up to eight processes that wait for cases."""
 
@@ -70,7 +65,6 @@ class Pool:
         for rank, pipe in enumerate(pipes):
             pipe.send((function, rank, world_size, store, args))
         found: dict[int, Any] = {}
-        limit *= _slower()
         end = monotonic() + limit
         while len(found) < world_size and monotonic() < end:
             waiting = {pipes[rank]: rank for rank in range(world_size) if rank not in found}
@@ -82,7 +76,7 @@ class Pool:
         if len(found) < world_size:
             self.close()
             raise RankError(
-                f"ranks {sorted(set(range(world_size)) - set(found))} hung for {limit:.0f} s; others: {found}"
+                f"ranks {sorted(set(range(world_size)) - set(found))} hung for {limit} s; others: {found}"
             )
         if any(outcome[0] == "error" and outcome[1].kind == "EOFError" for outcome in found.values()):
             self.close()  # one is gone; the others may be in the middle of what they did with it

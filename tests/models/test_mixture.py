@@ -126,3 +126,13 @@ def test_a_kernel_that_the_model_was_told_to_use_is_used(monkeypatch: pytest.Mon
         called.clear()
         model(sb.pack(random_samples([7], 97), stock.config, multiple_of=16)).loss.backward()
         assert called == calls, "without padding, once in each layer"
+
+
+def test_experts_are_known_by_their_tensors_whatever_their_class_is_called() -> None:
+    """As in transformers 5.9, where those of DeepSeek-V3 are a `DeepseekV3NaiveMoe`."""
+    stock = tiny_type_model("qwen3_moe", torch.float32)
+    for layer in stock.model.layers:
+        layer.mlp.experts.__class__ = type("NaiveMoe", (type(layer.mlp.experts),), {})
+    model = sb.parallelize(stock, Mesh(rank=0, world_size=1))
+    load = model(sb.pack(random_samples([7], 97), stock.config, multiple_of=16)).expert_load
+    assert load is not None and load.picks_NE.sum(1).tolist() == [14.0] * len(stock.model.layers)

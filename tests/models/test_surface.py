@@ -15,6 +15,7 @@ import seqbraid as sb
 from seqbraid.layout import samples_from_dense
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import LENGTHS, random_samples
+from tests.helpers import ranks
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -132,18 +133,23 @@ def test_evaluation_between_forward_and_backward_changes_nothing() -> None:
         assert torch.equal(gradient, expected[name]), name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_evaluation_in_inference_mode_leaves_nothing_that_a_backward_refuses(family: str) -> None:
+def evaluate_in_inference_mode(family: str) -> bool:
+    mesh = sb.Mesh(dp_shard=-1)
     stock = tiny_model(family)
-    model = sb.parallelize(stock)
+    model = sb.parallelize(stock, mesh)
     with torch.inference_mode():
-        batch = sb.pack(random_samples([23, 6], 97), stock.config)
-        expected = [model(batch).mean_loss, sb.forward_backward(model, [batch]).mean_loss]
+        batch = sb.pack(random_samples([23, 6], 97), stock.config, mesh)
         assert all(not logits.is_inference() for logits in model.logits(batch))
+        expected = [model(batch).mean_loss, sb.forward_backward(model, [batch]).mean_loss]
     out = model(batch)
     assert torch.equal(out.mean_loss, expected[0]) and torch.equal(out.mean_loss, expected[1])
     out.loss.backward()
-    assert all(p.grad is not None for p in stock.parameters())
+    return all(p.grad is not None for p in stock.parameters())
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 1), ("qwen3_5", 1), ("qwen3_5", 2)])
+def test_evaluation_in_inference_mode_leaves_nothing_that_a_backward_refuses(family: str, size: int) -> None:
+    assert all(ranks.run(evaluate_in_inference_mode, size, family))
 
 
 def test_a_dense_batch_enters_by_the_same_door() -> None:

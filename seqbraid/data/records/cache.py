@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import IO
 
 from .jsonl import JsonlSource, digest, file_fingerprint
@@ -19,6 +20,8 @@ from .unpack import LINES, json_lines, suffixes
 VERSION = "1"
 """Of what is written."""
 GIB = 2**30
+WAIT_S = 0.05
+"""Between two looks at whether another process has written the file."""
 
 _locks: dict[Path, IO[bytes]] = {}
 """Held until the process ends."""
@@ -62,12 +65,18 @@ class RecordCache:
         """A lock that all readers share; the first of them writes the file, while the others wait."""
         while True:
             lock = _lock_file(found).open("ab")
-            _flock(lock, "LOCK_SH")
             if not found.exists():
-                _flock(lock, "LOCK_EX")
+                try:  # without waiting: who has written it keeps its lock as long as it reads
+                    _flock(lock, "LOCK_EX", "LOCK_NB")
+                except BlockingIOError:
+                    lock.close()
+                    sleep(WAIT_S)
+                    continue
+                except OSError:  # a file system without locks: each process unpacks it, to the same bytes
+                    pass
                 if not found.exists():
                     self._write(found, path)
-                _flock(lock, "LOCK_SH")
+            _flock(lock, "LOCK_SH")
             with suppress(OSError):  # both may have been deleted between two of these lines
                 if found.exists() and os.fstat(lock.fileno()).st_ino == _lock_file(found).stat().st_ino:
                     return lock

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,24 @@ def test_ranks_unpack_a_file_once(tmp_path: Path) -> None:
     path = packed(tmp_path / "a.json", json.dumps(RECORDS).encode())
     assert ranks.run(read_on_rank, 4, str(path), str(tmp_path / "cache")) == [(RECORDS[1], len(RECORDS))] * 4
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_who_waited_for_another_process_does_not_wait_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process keeps its lock, as a reader; the file comes while we look for it."""
+    fcntl = pytest.importorskip("fcntl")
+    path, folder = packed(tmp_path / "a.json", json.dumps(RECORDS).encode()), tmp_path / "cache"
+    read_on_rank(str(path), str(folder))
+    monkeypatch.setattr(cache, "_locks", {})
+    (found,) = folder.glob("*.jsonl")
+    found.rename(tmp_path / "kept")
+    with cache._lock_file(found).open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        waiting = threading.Thread(target=read_on_rank, args=(str(path), str(folder)), daemon=True)
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive() and not found.exists()
+        (tmp_path / "kept").rename(found)
+        waiting.join(20)
+        assert not waiting.is_alive()
