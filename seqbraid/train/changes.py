@@ -44,7 +44,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> lis
     """A line for each setting that is another than in the run so far, which has done `step` steps.
 
     >>> changes({"train": {"lr": 0.1}}, {"train": {"lr": 0.2}}, 5)
-    ['train.lr is 0.2, was 0.1: the learning rate from step 6 on is as if all of the run had it']
+    ['train.lr is 0.2, was 0.1: the learning rate from step 6 on is what it would be if the whole run had \
+this setting']
     """
     found = []
     for name in keys():

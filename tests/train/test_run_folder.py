@@ -20,6 +20,7 @@ from seqbraid.train.config import TrainConfig
 from seqbraid.train.config_file import load_config, parse_config
 from seqbraid.train.dry_run import dry_run
 from seqbraid.train.lock import LOCK_FILE, Lock
+from seqbraid.train.log import read_log
 from tests.helpers.ranks import errors, run
 from tests.helpers.runs import RING, config, train
 
@@ -186,8 +187,11 @@ def test_what_is_nobodys_is_no_reason_to_refuse(folder: Path, tmp_path: Path) ->
     text = (tmp_path / "run/config.yaml").read_bytes()
     run(train, 1, short)
     assert (tmp_path / "run/config.yaml").read_bytes() == text
-    longer = replace(short, train=replace(short.train, steps=2))
+    longer = replace(short, train=replace(short.train, steps=2, lr=0.02))
     run(train, 1, longer)
+    events = [e for e in read_log(tmp_path / "run/log.jsonl") if e.get("event") == "changed"]
+    assert [event["what"].partition(" is ")[0] for event in events] == ["train.steps", "train.lr"]
+    assert all("the learning rate" in event["what"] for event in events)
     assert (tmp_path / "run/config.1.yaml").read_bytes() == text
     assert load_config(tmp_path / "run/config.yaml") == longer
     # One that says the same in other words, as who edited it gave it, stays as it is.
