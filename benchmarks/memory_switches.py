@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from seqbraid import BraidedModel, PackedBatch, pack, parallelize
+from seqbraid.bench.trial import net_and_peak
 from seqbraid.distributed import offload
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.memory import MemoryOptions
@@ -102,16 +103,6 @@ def on_cpu(model: BraidedModel, batch: PackedBatch) -> str:
         f"kept {left / MIB:8.2f} MiB, of which the host's {host / MIB:8.2f} MiB; peak of activations "
         f"{(peak - host) / MIB:8.2f} MiB"
     )
-
-
-def net_and_peak(found: Any) -> tuple[int, int]:
-    """Bytes that are left of what was allocated while the profile ran, and the most that there were."""
-    events = found.profiler.kineto_results.events()
-    net = peak = 0
-    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        net += size
-        peak = max(peak, net)
-    return net, peak
 
 
 def main() -> None:

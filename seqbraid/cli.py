@@ -1,4 +1,4 @@
-"""The command line: `seqbraid train | export | report | verify | layout | demo | doctor`."""
+"""The command line: `seqbraid train | export | report | verify | layout | bench | demo | doctor`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_layout, _add_verify, _add_demo, _add_train, _add_export, _add_report, _add_doctor):
+    for add in (
+        _add_layout,
+        _add_verify,
+        _add_demo,
+        _add_train,
+        _add_export,
+        _add_report,
+        _add_bench,
+        _add_doctor,
+    ):
         add(commands)
     args, rest = parser.parse_known_args(argv)
     if args.command == "train":
@@ -249,6 +258,39 @@ def _doctor(args: argparse.Namespace) -> int:
     else:
         Console().print(report.as_text())
     return 0
+
+
+def _add_bench(commands: Commands) -> None:
+    parser = commands.add_parser("bench", help="find by trying what this machine can do with a model")
+    kinds = parser.add_subparsers(dest="bench", required=True)
+    parser = kinds.add_parser(
+        "max-length",
+        help="the longest sequence that a model trains on this device, per setting of the memory switches",
+    )
+    parser.add_argument(
+        "--model", required=True, help="a checkpoint's folder or name on the Hub, of which the config is read"
+    )
+    parser.add_argument(
+        "--layers", help="depths to run, e.g. 2,4,8: two give the whole model's peak, a third checks"
+    )
+    parser.add_argument("--checkpointing", default="full", help="one or more of none,selective,full")
+    parser.add_argument("--offload", choices=("no", "yes", "both"), default="no")
+    parser.add_argument("--mlp-tile", type=int, help="tokens per tile of the MLPs")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--device-gib", type=float, help="what a step may take; by default the GPU's free memory"
+    )
+    parser.add_argument("--host-gib", type=float, help="what offload may take; by default the free memory")
+    parser.add_argument("--most", type=int, default=1 << 22, help="tokens beyond which nothing is tried")
+    parser.add_argument("--step", type=int, default=1024, help="lengths are multiples of this")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to this file")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from .bench.command import max_length
+
+    return max_length(args)
 
 
 def _add_report(commands: Commands) -> None:

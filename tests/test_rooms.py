@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": BELOW,
     "train/report": {"train"},
     "train/demo": BELOW | {"train", "train/report"},
+    "bench": BELOW | {"train"},
     "verify": BELOW - {"printable"},
     "doctor": {"ops"},
 }

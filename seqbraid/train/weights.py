@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,12 @@ class TensorFile(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def checkpoint_folder(path_or_name: str | Path) -> Path:
+def config_folder(path_or_name: str | Path) -> Path:
+    """As `checkpoint_folder`, but of a checkpoint on the Hub its config alone."""
+    return checkpoint_folder(path_or_name, ("config.json",))
+
+
+def checkpoint_folder(path_or_name: str | Path, patterns: Sequence[str] = PATTERNS) -> Path:
     """A folder as it is, or the local snapshot of a checkpoint on the Hub (`owner/name[@revision]`)."""
     folder = Path(path_or_name).expanduser()
     if folder.is_dir():
@@ -70,7 +75,7 @@ def checkpoint_folder(path_or_name: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    fetch = partial(snapshot_download, name, revision=revision, allow_patterns=list(PATTERNS))
+    fetch = partial(snapshot_download, name, revision=revision, allow_patterns=list(patterns))
     try:
         try:
             return Path(fetch())
