@@ -8,7 +8,7 @@ READY = $(VENV)/.ready
 KERNELS = $(VENV)/kernels
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: setup test test-oldest lint demo bench models chaos soak matrix clean
+.PHONY: setup test test-oldest lint demo bench models chaos soak matrix losses clean
 
 setup: $(READY)
 
@@ -65,6 +65,10 @@ soak: $(READY)
 matrix: $(READY)
 	$(BIN)/python -m tests.verify.matrix --models 20 --seeds 5
 	$(BIN)/python -m tests.verify.matrix --models 2 --seeds 1 --mesh ring=2 dp_shard=2
+
+# A loss of log-probabilities, entropies and sums over samples on all meshes and families that the tests leave out.
+losses: $(READY)
+	$(BIN)/python -m pytest tests/models/losses_grid.py
 
 clean:
 	rm -rf .venv .venv-oldest build *.egg-info

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .mesh import Mesh
     from .models.batch import BadBatch, PackedBatch
     from .models.braided import BraidedModel
+    from .models.local_tokens import LocalTokens, TokenLogprobs, TokenLoss
     from .models.output import StepOutput
     from .models.step import Step, forward_backward
     from .ops.kernels import KernelOptions
@@ -26,12 +27,15 @@ __all__ = [
     "BadBatch",
     "BraidedModel",
     "KernelOptions",
+    "LocalTokens",
     "MemoryOptions",
     "Mesh",
     "PackedBatch",
     "SequenceLayout",
     "Step",
     "StepOutput",
+    "TokenLogprobs",
+    "TokenLoss",
     "forward_backward",
     "pack",
     "parallelize",
@@ -41,12 +45,15 @@ _HOMES = {
     "BadBatch": ".models.batch",
     "BraidedModel": ".models.braided",
     "KernelOptions": ".ops.kernels",
+    "LocalTokens": ".models.local_tokens",
     "MemoryOptions": ".plan.memory",
     "Mesh": ".mesh",
     "PackedBatch": ".models.batch",
     "SequenceLayout": ".layout",
     "Step": ".models.step",
     "StepOutput": ".models.output",
+    "TokenLogprobs": ".models.local_tokens",
+    "TokenLoss": ".models.local_tokens",
     "forward_backward": ".models.step",
     "pack": ".data.pack",
     "parallelize": ".distributed",

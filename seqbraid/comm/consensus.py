@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
-FEWEST = 8
+FEWEST = 16
 """Numbers that `agree` sends at least, beside its own."""
 
 

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..layout.labels import IGNORE
+from ..models.batch import WEIGHTS
 from ..models.families import family_of
 from ..models.media import media_cost
 from ..models.media_tokens import Ints, audio_tokens, media_config, num_media_tokens
@@ -29,6 +31,8 @@ from .records.mix import Described, RecordOptions
 class _Text(NamedTuple):
     ids_T: Ints
     labels_T: Ints
+    weights_T: NDArray[np.float32] | None = None
+    """What each label counts; None where each counts once."""
 
 
 class SampleEncoder:
@@ -96,10 +100,11 @@ class SampleEncoder:
         return length, [media_cost(size, self.config) for size in self.media.sizes(items)]
 
     def encode_text(self, record: Any) -> tuple[Ints, Ints] | None:
-        """Ids and labels of a record without media, which are its whole sample; None for one with media."""
+        """Ids and labels of a record, where they are its whole sample: not with media, nor with weights."""
         parsed = self._parsed(record)
-        has_media = isinstance(parsed, Conversation) and parsed.media
-        return None if has_media else self._text(parsed, self.media.measure([]))
+        if isinstance(parsed, Conversation) and (parsed.media or parsed.has_weights):
+            return None
+        return self._text(parsed, self.media.measure([]))[:2]
 
     def encode(self, record: Any, media_ranks: Sequence[int] | None = None, rank: int = 0) -> dict[str, Any]:
         """The sample of a record: `input_ids`, `labels` and what the encoders of its media take.
@@ -108,7 +113,12 @@ class SampleEncoder:
         """
         parsed, items = self._read(record)
         text = self._text(parsed, items)
-        sample = {"input_ids": torch.from_numpy(text.ids_T), "labels": torch.from_numpy(text.labels_T)}
+        sample: dict[str, Any] = {
+            "input_ids": torch.from_numpy(text.ids_T),
+            "labels": torch.from_numpy(text.labels_T),
+        }
+        if text.weights_T is not None:
+            sample["fields"] = {WEIGHTS: torch.from_numpy(text.weights_T)}
         if media_ranks is None:
             return sample | self.media.decode(items)
         num_media = len(self.media.sizes(items))
@@ -166,7 +176,14 @@ class SampleEncoder:
                 "the label mask is empty: the chat template renders the assistant turns "
                 "without text; leave the conversation out"
             )
-        return _Text(ids_T, np.where(learnt_T, ids_T, IGNORE))
+        labels_T = np.where(learnt_T, ids_T, IGNORE)
+        if not conversation.has_weights:
+            return _Text(ids_T, labels_T)
+        weights_T = np.ones(len(ids_T), np.float32)
+        learnt = [turn for turn in conversation.turns if turn.loss]
+        for turn, span in zip(learnt, rendered.spans, strict=True):
+            weights_T[within(offsets_T2, [expanded.moved(span)])] = turn.weight
+        return _Text(ids_T, labels_T, weights_T)
 
     def _adds_special(self, text: str) -> bool:
         """A tokenizer leaves special tokens to its template; a processor adds them where there is no BOS."""

@@ -22,6 +22,7 @@ from ..models.needs import prepare_plans
 from ..models.positions import sample_positions
 from ..models.running import normal_tensors
 from ..sequence_parallel.plans import RowPlans
+from .fields import Fields
 
 
 def pack(
@@ -46,6 +47,8 @@ def pack(
             −100 where ignored. They are the samples of this data rank, the same on every rank of its sequence
             group; only pixels and mel frames may be those of this rank's media alone, where `media_ranks`
             tells which rank encodes each image, video and clip (`SampleEncoder.encode` makes such samples).
+            `fields`, a dict, has what a loss wants beside: `[T, …]` by name, where entry t belongs to label
+            t, or one number for the sample. `weights` among them multiply the losses of the labels.
         config: the model's config.
         mesh: the device mesh; by default one process.
         policy: how sequences are split: `balanced`, `zigzag` or `contiguous`.
@@ -112,6 +115,7 @@ def build_row(
     family = family_of(config)
     ids, targets, positions = [], [], []
     media: list[MediaInput] = []
+    fields = Fields(samples)
     first = 0
     for number, sample in enumerate(samples):
         sample_ids, labels = _checked_sample(sample, number, config, family)
@@ -121,6 +125,7 @@ def build_row(
         # Positions first: they find the item whose placeholders and features do not match.
         with _named(number):
             positions.append(sample_positions({**sample, "input_ids": sample_ids}, config))
+            fields.add(sample, len(sample_ids))
         if family is not None:
             media += sample_media(sample, number, first, sample_ids, config, family, rank)
         first += len(sample_ids)
@@ -134,6 +139,7 @@ def build_row(
         torch.cat(positions, 1),
         None if family is None else tuple(media),
         _filler(row_ids, config, family),
+        *fields.joined(),
     )
 
 

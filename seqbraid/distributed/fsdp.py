@@ -78,7 +78,7 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    register_fsdp_forward_method(model, "gathered_logits")
+    register_fsdp_forward_method(model, "gathered")
 
 
 def _prefetch(model: nn.Module, units: Units) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,11 @@ from ..comm.consensus import agree
 from ..mesh import Mesh
 from .batch import BadBatch, PackedBatch
 
+Divisor = float | str
+"""What the sum of a step's losses is divided by: a number, `tokens` (those with a label), `samples` (those
+that have one), `pairs` (of samples), or the name of one of the step's counts.
+"""
+
 
 class Agreed(NamedTuple):
     """What the ranks know of each other's part in a step."""
@@ -24,6 +31,25 @@ class Agreed(NamedTuple):
     """Sums of what each data rank counted in its own samples."""
     flag: bool
     """Whether some rank raised its flag."""
+    samples: int = 0
+    """Those with a label, of all data ranks."""
+    weight_sum: float | None = None
+    """Of the weights of their labels; None where no sample of the step has weights."""
+
+    def divisor(self, wanted: Divisor | None) -> float:
+        """What a sum over the step is divided by: a number, or the name of one."""
+        if wanted is None:
+            return self.label_tokens if self.weight_sum is None else self.weight_sum
+        if not isinstance(wanted, str):
+            return wanted
+        found = {"tokens": self.label_tokens, "samples": self.samples, "pairs": self.samples / 2}
+        number = {**found, **self.counts}.get(wanted)
+        if number is None:
+            raise ValueError(
+                f"divisor={wanted!r} is not known; use 'tokens', 'samples', 'pairs', a number, or the name "
+                f"of one of the step's counts ({', '.join(self.counts) or 'it has none'})"
+            )
+        return number
 
 
 def agree_on_step(
@@ -44,10 +70,14 @@ def agree_on_step(
         flag: something that one rank has to tell all others, as that it was asked to stop.
     """
     counts = {} if counts is None else counts
-    own, same = [0, 0, 0, *[0] * len(counts)], dict(alike)
+    own, same = [0, 0, 0, 0, 0, 0, *[0] * len(counts)], dict(alike)
     if error is None:
         labels = sum(batch.label_tokens for batch in batches)
-        own = [fingerprint(batches), labels, int(flag), *counts.values()]
+        samples = sum(batch.num_labelled for batch in batches)
+        weighted = any(batch.weight_sum is not None for batch in batches)
+        weight = sum(b.label_tokens if b.weight_sum is None else b.weight_sum for b in batches)
+        own = [fingerprint(batches), int(flag), int(weighted), _as_int(weight), labels, samples]
+        own += counts.values()
         same |= {"the number of micro-batches": len(batches), "the keys of the step's counts": list(counts)}
     found = agree(mesh.cpu_group, error, own, same)
     for rank, (mark, *_) in enumerate(found):
@@ -58,8 +88,26 @@ def agree_on_step(
                 "different settings; give all ranks with the same mesh.data_rank the same samples and "
                 "settings"
             )
-    labels, *sums = mesh.sum_over_data([[labels, *rest] for _, labels, _, *rest in found])
-    return Agreed(labels, dict(zip(counts, sums, strict=True)), any(row[2] for row in found))
+    labels, samples, *sums = mesh.sum_over_data([row[4:] for row in found])
+    weighted = any(row[2] for row in found)
+    weight = sum(_as_float(found[leader][3]) for leader in mesh.leaders)
+    return Agreed(
+        labels,
+        dict(zip(counts, sums, strict=True)),
+        any(row[1] for row in found),
+        samples,
+        weight if weighted else None,
+    )
+
+
+def _as_int(number: float) -> int:
+    """The bits of a number, which all ranks get as they are."""
+    return int.from_bytes(struct.pack("<d", number), "little", signed=True)
+
+
+def _as_float(bits: int) -> float:
+    (number,) = struct.unpack("<d", bits.to_bytes(8, "little", signed=True))
+    return float(number)
 
 
 def fingerprint(batches: Sequence[PackedBatch]) -> int:
@@ -94,7 +142,6 @@ def check_batch(batch: Any, mesh: Mesh) -> None:
 
 NUMBERS = {
     "label_tokens": (0, "the number of label tokens of the whole optimizer step, over all data ranks"),
-    "divisor": (1, "the number that the sum of the losses of the whole optimizer step is divided by"),
     "seed": (-(2**63), "the seed of the optimizer step, the same on all ranks"),
 }
 """Numbers that a user gives for a step: the smallest that can be meant, and what they are."""
@@ -116,6 +163,37 @@ def whole_numbers(**numbers: Any) -> dict[str, int | None]:
             raise ValueError(f"{name}={number} is not between {smallest} and {2**63 - 1}; give {what}")
         found[name] = number
     return found
+
+
+def check_divisor(divisor: Any) -> Divisor | None:
+    """A divisor that a user gives, as a plain number above 0 or a name."""
+    if divisor is None or isinstance(divisor, str):
+        return divisor
+    try:
+        number = operator.index(divisor)
+    except TypeError:
+        number = float(divisor) if isinstance(divisor, float) else math.nan
+    if not 0 < number < math.inf:
+        raise ValueError(
+            f"divisor={divisor!r} is not a number above 0; give the number that the sum of the losses of the "
+            "whole optimizer step is divided by, or 'tokens', 'samples' or 'pairs'"
+        )
+    return number
+
+
+def check_not_cut(mesh: Mesh, what: str) -> None:
+    """Refuse what needs the last pipeline stage's hidden states on every rank."""
+    if mesh.pp > 1:
+        raise ValueError(f"{what} is not supported with pp={mesh.pp} pipeline stages; use pp=1")
+
+
+def check_temperature(temperature: Any) -> float:
+    """What logits are divided by, as a plain number above 0."""
+    if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature={temperature!r} is not a number above 0; 1.0 leaves the logits as they are"
+        )
+    return float(temperature)
 
 
 def check_no_autocast() -> None:

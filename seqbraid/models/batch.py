@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from ..layout import SequenceLayout
 from ..layout.labels import IGNORE
 from ..sequence_parallel.plans import RowPlans
 from .media import MediaBatch, MediaInput
+
+WEIGHTS = "weights"
+"""The field that the built-in loss multiplies each token's loss by."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,33 @@ class PackedBatch:
     """`[T]`: what tells a token from others, on any mesh: its sample's ids and its place among them."""
     media: MediaBatch | None = None
     """What this rank encodes, and where features go; None for text models."""
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """`[T, …]`: what samples have beside, for each token's target, by name; 0 in padding slots."""
+    scalars: Mapping[str, Tensor] = field(default_factory=dict)
+    """`[N]`: what the N samples of the whole row have beside, by name."""
+    num_labelled: int = 0
+    """Samples of the whole row that have a target."""
+    weight_sum: float | None = None
+    """Sum of the weights of the targets of the whole row; None where samples have no `weights`."""
+
+    @property
+    def weights(self) -> Tensor | None:
+        """`[T]`: what the loss of each token is multiplied by; None where each counts once."""
+        return self.fields.get(WEIGHTS)
+
+    def with_fields(self, **fields: Tensor) -> PackedBatch:
+        """The batch with more fields, `[T, …]` of this rank's tokens: what a model on the same mesh gave for
+        it, such as log-probabilities of a reference.
+        """
+        for name, values in fields.items():
+            if name in self.fields or name in self.scalars or name == WEIGHTS:
+                raise ValueError(f"the batch has a field {name!r}; give another name")
+            if values.shape[:1] != self.targets.shape:
+                raise ValueError(
+                    f"field {name!r} has shape {tuple(values.shape)}; this rank's tokens are "
+                    f"[{len(self.targets)}]: give one entry for each, as `token_logprobs` does"
+                )
+        return replace(self, fields={**self.fields, **{name: x.detach() for name, x in fields.items()}})
 
     @property
     def layout(self) -> SequenceLayout:
@@ -56,7 +87,11 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with its tensors on another device."""
         names = ("input_ids", "targets", "positions", "keys")
-        tensors = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
+        tensors: dict[str, Any] = {
+            name: x.to(device) for name in names if (x := getattr(self, name)) is not None
+        }
+        for name in ("fields", "scalars"):
+            tensors[name] = {key: x.to(device) for key, x in getattr(self, name).items()}
         media = None if self.media is None else self.media.to(device)
         return replace(self, media=media, **tensors)
 
@@ -98,19 +133,28 @@ class Row:
     """What padding slots hold: the id of a text token of the row. What a family computes on it, it computes
     on that token too; at the id 0, which may have no embedding, it may have no gradient.
     """
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """As `PackedBatch` has them, of the whole row."""
+    scalars: Mapping[str, Tensor] = field(default_factory=dict)
 
     def split(self, plans: RowPlans) -> PackedBatch:
         """Select a rank's part of everything by the layout's one index."""
         layout, rank = plans.layout, plans.rank
+        is_target = self.targets != IGNORE
+        weights = self.fields.get(WEIGHTS)
         return PackedBatch(
             plans,
             layout.shard(self.input_ids, rank, fill=self.filler),
             layout.shard(self.targets, rank, fill=IGNORE),
             layout.shard(self.positions, rank, dim=1, fill=0),
-            int((self.targets != IGNORE).sum()),
+            int(is_target.sum()),
             self._fingerprint(layout),
             layout.shard(self._keys(), rank),
             None if self.media is None else MediaBatch.of(plans, self.media),
+            {name: layout.shard(values, rank) for name, values in self.fields.items()},
+            self.scalars,
+            sum(bool(of_sample.any()) for of_sample in is_target.split(self.lengths)),
+            None if weights is None else float(weights[is_target].double().sum()),
         )
 
     def _keys(self) -> Tensor:
@@ -121,6 +165,8 @@ class Row:
     def _fingerprint(self, layout: SequenceLayout) -> int:
         shape = (self.lengths, layout.ring, layout.ulysses, layout.policy, layout.num_local_tokens)
         digest = zlib.crc32(repr(shape).encode())
-        for tensor in (self.input_ids, self.targets, self.positions):
-            digest = zlib.crc32(tensor.contiguous().numpy().tobytes(), digest)
+        beside = {**self.fields, **self.scalars}
+        digest = zlib.crc32(repr([*beside]).encode(), digest)
+        for tensor in (self.input_ids, self.targets, self.positions, *beside.values()):
+            digest = zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), digest)
         return zlib.crc32(repr([media.item for media in self.media or ()]).encode(), digest)

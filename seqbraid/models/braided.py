@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -20,11 +19,11 @@ from ..comm.consensus import agree
 from ..comm.group import Group
 from ..comm.tokens import gather_tokens
 from ..mesh import Mesh
-from ..ops.cross_entropy import VocabularyShard
 from ..ops.kernels import KernelOptions
 from ..ops.linear_cross_entropy import LossSums, linear_cross_entropy
 from ..ops.table import make_kernels
 from ..sequence_parallel.context import StepContext
+from . import values
 from .adapter import DecoderOutput
 from .agreement import (
     Agreed,
@@ -39,21 +38,19 @@ from .backward_once import backward_once
 from .batch import PackedBatch
 from .dropout import active_dropout
 from .head import call_with_head
+from .local_tokens import LocalTokens, TokenLogprobs
 from .media_adapter import make_adapter
 from .output import ExpertLoad, LocalLoss, StepOutput
+from .own_loss import OwnLoss
 from .parts import ModelParts
 from .router import load_balancing_loss
 from .running import normal_tensors
-from .tensor import TensorPlan, vocabulary_rows
-from .tensor_parts import own_part
+from .tensor import TensorPlan
 from .unchanged import Unchanged
 
 ReduceGradients = Literal["each", "once"]
 
-LossFunction = Callable[[Tensor, nn.Linear, PackedBatch], Tensor]
-"""A differentiable sum over this rank's tokens, from the hidden states `[T, D]`, the head and the batch,
-whose `targets` and `real` describe each token.
-"""
+T = TypeVar("T")
 
 
 class BraidedModel(nn.Module):
@@ -116,15 +113,22 @@ class BraidedModel(nn.Module):
         Dropout is drawn from `seed`, a different one for every step, and is the same on every mesh.
         """
         # Before anything is sent: the parameters of a sharded model are gathered around `forward`.
-        count = self.agree("forward", [batch], seed, label_tokens=label_tokens).label_tokens
+        agreed = self.agree("forward", [batch], seed, label_tokens=label_tokens)
+        count = agreed.label_tokens
+        if label_tokens is not None and agreed.weight_sum is not None:
+            raise ValueError(
+                f"label_tokens={label_tokens} cannot divide the losses of labels with weights, whose sum "
+                "does; leave it out, or use forward_backward for several batches"
+            )
+        divisor = agreed.divisor(None if label_tokens is None else operator.index(label_tokens))
         label_tokens = count if label_tokens is None else operator.index(label_tokens)
         if label_tokens < count:
             raise ValueError(
                 f"label_tokens={label_tokens} is less than the {count} label tokens of this batch alone; "
                 "pass the number of the whole optimizer step, over all data ranks"
             )
-        local = self.local_loss(batch, label_tokens, label_tokens, seed)
-        output = self.output(local.loss, local.sums[None], label_tokens, label_tokens, local.expert_counts)
+        local = self.local_loss(batch, label_tokens, divisor, seed)
+        output = self.output(local.loss, local.sums[None], label_tokens, divisor, local.expert_counts)
         # Around what a sharded model gathers before its backward.
         return replace(output, loss=backward_once(output.loss, self.mesh.cpu_group))
 
@@ -132,30 +136,32 @@ class BraidedModel(nn.Module):
         self,
         batch: PackedBatch,
         label_tokens: int,
-        divisor: int,
+        divisor: float,
         seed: int | None = None,
-        loss: LossFunction | None = None,
+        loss: OwnLoss | None = None,
     ) -> LocalLoss:
         """This rank's share of the loss of a step that all ranks have agreed on."""
         with normal_tensors():
             local: LocalLoss = super().__call__(batch, label_tokens, divisor, seed, loss)
         if not torch.is_grad_enabled():
-            self._free()
+            self.free()
+        if loss is not None:
+            loss.settle(self.mesh.cpu_group)
         return local
 
     def forward(
         self,
         batch: PackedBatch,
         label_tokens: int,
-        divisor: int,
+        divisor: float,
         seed: int | None = None,
-        loss: LossFunction | None = None,
+        loss: OwnLoss | None = None,
     ) -> LocalLoss:
         """See `local_loss`, which gathers the parameters of a sharded model around it."""
-        decoded = self._decode(batch, self._adapter.uses_router_loss, seed)
+        decoded = self.decode(batch, self._adapter.uses_router_loss, seed)
         sums = self._loss(decoded.hidden_TD, batch, loss)
         # A rank without labels contributes an exact zero, and still takes part in the backward.
-        share = sums.loss / max(1, divisor)
+        share = sums.loss / (divisor or 1)
         aux = torch.zeros_like(sums.loss)
         if decoded.router_logits is not None:
             top_k = self._adapter.config.num_experts_per_tok
@@ -175,38 +181,69 @@ class BraidedModel(nn.Module):
         loss: Tensor,
         sums_N3: Tensor,
         label_tokens: int,
-        divisor: int,
+        divisor: float,
         expert_counts: Tensor | None = None,
+        metrics: Mapping[str, Tensor] | None = None,
     ) -> StepOutput:
         """What a step gives: the sums of its micro-batches on this rank, added over all ranks."""
+        metrics = {} if metrics is None else metrics
         if expert_counts is not None and "tp" in self.groups:  # whose ranks route tokens of their own
             expert_counts = self.groups["tp"].all_reduce(expert_counts)
         counted = [] if expert_counts is None else [expert_counts.flatten()]
-        sums = self.groups["loss"].all_reduce(torch.cat([sums_N3.flatten(), *counted]))
+        own = torch.cat([sums_N3.flatten(), *(x[None].to(sums_N3) for x in metrics.values()), *counted])
+        sums = self.groups["loss"].all_reduce(own)
         losses_N, correct_N, aux_N = sums[: sums_N3.numel()].view_as(sums_N3).unbind(1)
-        load = None
+        load, size = None, sums_N3.numel() + len(metrics)
         if expert_counts is not None:
-            counts = sums[sums_N3.numel() :].view_as(expert_counts)
+            counts = sums[size:].view_as(expert_counts)
             load = ExpertLoad(counts[:, :-1], counts[:, -1])
         loss_sum = losses_N.sum()
         return StepOutput(
             loss=loss,
-            mean_loss=(loss_sum / max(1, divisor)).to(loss.dtype),
+            mean_loss=(loss_sum / (divisor or 1)).to(loss.dtype),
             loss_sum=loss_sum.to(loss.dtype),
             label_tokens=label_tokens,
             correct_tokens=correct_N.sum().long(),
             aux_loss=aux_N.sum().to(loss.dtype) if self._adapter.uses_router_loss else None,
             expert_load=load,
-            batch_losses=losses_N / max(1, divisor),
+            batch_losses=losses_N / (divisor or 1),
+            divisor=divisor,
+            metrics=dict(zip(metrics, sums[sums_N3.numel() : size], strict=True)),
         )
 
     def logits(self, batch: PackedBatch) -> list[Tensor]:
         """One `[T, V]` tensor per sample, in the order given: for checks, it holds all logits at once."""
-        self.agree("logits", [batch], 0)
-        with normal_tensors():
-            found: list[Tensor] = self.gathered_logits(batch)
-        self._free()
-        return found
+        return values.logits(self, batch)
+
+    def token_logprobs(
+        self, batch: PackedBatch, temperature: float = 1.0, entropy: bool = False, seed: int | None = None
+    ) -> TokenLogprobs:
+        """The log-probability of each target of this rank, differentiable: for your own training loop and,
+        under `torch.no_grad()`, of a reference model. All ranks call it, and all run a backward or none.
+
+        Args:
+            batch: the result of `pack` for this model's mesh.
+            temperature: what logits are divided by.
+            entropy: whether the entropy of each distribution is wanted as well.
+            seed: what dropout is drawn from, as in `model(batch)`.
+        """
+        return values.token_logprobs(self, batch, temperature, entropy, seed)
+
+    def hidden_states(self, batch: PackedBatch) -> Tensor:
+        """`[T, D]`: what the head is given at this rank's tokens, without a gradient: what another model is
+        distilled from (`LocalTokens.kl`). All ranks call it.
+        """
+        return values.hidden_states(self, batch)
+
+    def head_weight(self) -> Tensor:
+        """`[V, D]`: the head's weight, whole on every rank, without a gradient. All ranks call it."""
+        weight: Any = self.parts.head.weight.detach()
+        whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        return whole
+
+    def gathered(self, function: Callable[..., T], *args: Any) -> T:
+        """A function of this model and others, called with the model's parameters at hand."""
+        return function(self, *args)
 
     def agree(
         self,
@@ -215,29 +252,24 @@ class BraidedModel(nn.Module):
         seed: int | None = None,
         counts: Mapping[str, int] | None = None,
         flag: bool = False,
+        *,
+        error: Exception | None = None,
         **numbers: int | None,
     ) -> Agreed:
         """Make sure that all ranks make the same call with batches of the same step, before anything is sent.
 
-        What one rank refuses, all ranks raise.
+        What one rank refuses, all ranks raise; an `error` is what this one refused before.
         """
-        error, alike = None, {}
+        alike: dict[str, Any] = {}
         try:
+            if error is not None:
+                raise error
             known = whole_numbers(seed=seed, **numbers)
             self._check(batches, known["seed"])
             alike = {"the call": call, **known, **self._settings()}
         except Exception as problem:
             error = problem
         return agree_on_step(self.mesh, error, batches, alike, counts, flag)
-
-    @torch.no_grad()
-    def gathered_logits(self, batch: PackedBatch) -> list[Tensor]:
-        """`logits`, with the parameters at hand."""
-        hidden_TD = self._decode(batch, with_router=False, seed=0).hidden_TD
-        logits_TV = call_with_head(self.parts.head, self._logits, gather_tokens(hidden_TD, self.groups["tp"]))
-        parts = self.groups["sequence"].all_gather(logits_TV)
-        row = batch.layout.unshard(parts)
-        return list(row.split(list(batch.layout.lengths)))
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -256,7 +288,7 @@ class BraidedModel(nn.Module):
             if waits:
                 sharded.set_requires_gradient_sync(True)
 
-    def _free(self) -> None:
+    def free(self) -> None:
         """Let go of what stays gathered for a backward where none will come."""
         for module in self.modules():
             if isinstance(module, FSDPModule):
@@ -288,48 +320,33 @@ class BraidedModel(nn.Module):
         self._adapter.unbraid()
         return self.model
 
-    def _loss(self, hidden_TD: Tensor, batch: PackedBatch, own: LossFunction | None) -> LossSums:
+    def _loss(self, hidden_TD: Tensor, batch: PackedBatch, own: OwnLoss | None) -> LossSums:
         """The sum of this rank's losses, by a function of the user's own if there is one."""
-        if own is not None and self.mesh.tp > 1:
-            raise ValueError(
-                f"a loss of your own reads the whole head, which tp={self.mesh.tp} cuts; use tp=1 for it"
-            )
+        hidden_TD = gather_tokens(hidden_TD, self.groups["tp"])
 
         def loss(hidden_TD: Tensor, head: nn.Linear) -> LossSums:
-            if own is not None:
-                found = own(hidden_TD, head, batch)
-                return LossSums(found, torch.zeros_like(found))
-            weight, bias, shard = own_part(head.weight), own_part(head.bias), self._vocabulary_shard()
-            return linear_cross_entropy(
-                hidden_TD, weight, batch.targets, bias, self.loss_chunk, kernels=self.kernels, shard=shard
-            )
+            part = values.head_part(self, head)
+            if own is None:
+                return linear_cross_entropy(
+                    hidden_TD,
+                    part.weight,
+                    batch.targets,
+                    part.bias,
+                    part.chunk,
+                    kernels=part.kernels,
+                    shard=part.shard,
+                    weights_T=batch.weights,
+                )
+            group, tp = self.groups["sequence"], self.groups["tp"]
+            found = own(LocalTokens(batch, group, hidden_TD, part, tp))
+            return LossSums(found, torch.zeros_like(found))
 
-        head: Any = self.parts.head
-        hidden_TD = gather_tokens(hidden_TD, self.groups["tp"])
-        if own is not None and isinstance(head, FSDPModule):
-            head.set_unshard_in_backward(True)  # ours makes its gradients in the forward
-        return call_with_head(head, loss, hidden_TD)
+        return call_with_head(
+            self.parts.head if own is None else values.head_for_backward(self), loss, hidden_TD
+        )
 
-    def _logits(self, hidden_TD: Tensor, head: nn.Linear) -> Tensor:
-        """Of the whole vocabulary."""
-        own_TV = F.linear(hidden_TD, own_part(head.weight), own_part(head.bias))
-        shard, group = self._vocabulary_shard(), self.groups["tp"]
-        if shard is None:
-            return own_TV
-        parts = group.all_gather(F.pad(own_TV, (0, shard.widest - own_TV.shape[1])))
-        return torch.cat(parts, dim=1)[:, : head.weight.shape[0]]
-
-    def _vocabulary_shard(self) -> VocabularyShard | None:
-        """Which part of the head is on this rank; None where it is whole."""
-        group = self.groups["tp"]
-        if group.size == 1:
-            return None
-        vocabulary = self.parts.head.weight.shape[0]
-        widest = vocabulary_rows(vocabulary, group.size, 0).stop
-        start = vocabulary_rows(vocabulary, group.size, group.rank).start
-        return VocabularyShard(start, widest, group.maximum, group.all_reduce)
-
-    def _decode(self, batch: PackedBatch, with_router: bool, seed: int | None) -> DecoderOutput:
+    def decode(self, batch: PackedBatch, with_router: bool, seed: int | None) -> DecoderOutput:
+        """The decoder's output for this rank's tokens, of a step that all ranks have agreed on."""
         ring, ulysses, sequence, row = (self.groups[n] for n in ("ring", "ulysses", "sequence", "row"))
         context = StepContext(
             batch.plans, ring, ulysses, sequence, row, self.gated_delta, seed, batch.keys, self.kernels

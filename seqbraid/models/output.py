@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,12 +55,14 @@ class StepOutput:
     has called backward: detached.
     """
     mean_loss: Tensor
-    """Mean loss per label token, detached, the same on every rank: log it."""
+    """Mean loss per label token, or per whatever else the sum was divided by: detached, the same on every
+    rank. Log it.
+    """
     loss_sum: Tensor
     """Sum of the token losses, detached."""
     label_tokens: int
-    """The label tokens of the optimizer step, on all ranks: what `loss_sum` was divided by, unless another
-    divisor was given.
+    """The label tokens of the optimizer step, on all ranks: what `loss_sum` was divided by, unless labels
+    have weights or another divisor was given.
     """
     correct_tokens: Tensor
     """Number of tokens whose largest logit is the target, on all ranks."""
@@ -73,3 +76,7 @@ class StepOutput:
     """Where tokens went; None where the model has no experts that we know."""
     batch_losses: Tensor | None = field(default=None, repr=False)
     """`[n]`, what each micro-batch adds to `mean_loss`."""
+    divisor: float = 1
+    """What `loss_sum` was divided by."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """What a loss of the user's own gave beside its sum: sums over all ranks, not divided."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from .families import MediaFamily, family_of
 from .media_tokens import Ints, as_vector, placeholder_kinds
 
-TEXT_KEYS = ("input_ids", "labels", "attention_mask", "mm_token_type_ids")
+TEXT_KEYS = ("input_ids", "labels", "attention_mask", "mm_token_type_ids", "fields")
 
 
 def sample_positions(sample: Mapping[str, Any], config: Any) -> Tensor:

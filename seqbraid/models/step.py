@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .agreement import Agreed
+from .agreement import Agreed, Divisor, check_divisor, check_not_cut
 from .batch import PackedBatch
-from .braided import BraidedModel, LossFunction
+from .braided import BraidedModel
+from .local_tokens import TokenLoss
 from .output import StepOutput
+from .own_loss import OwnLoss
 
 
 @dataclass(frozen=True)
@@ -30,26 +31,34 @@ class Step:
 def agree_on(
     model: BraidedModel,
     step: Step | Sequence[PackedBatch],
-    divisor: int | None = None,
+    divisor: Divisor | None = None,
     seed: int | None = None,
     flag: bool = False,
-    loss: LossFunction | None = None,
+    loss: TokenLoss | None = None,
 ) -> Agreed:
     """The one agreement of a step: its label tokens and counts over all data ranks, and whether some rank
     raised its flag. What `pack` or a check refused on one rank is raised on all.
     """
     step = _step(step)
     call = "forward_backward" if torch.is_grad_enabled() else "evaluation"
+    error = None
     if loss is not None:  # which gathers a sharded head once more
-        call += f" with loss={getattr(loss, '__qualname__', type(loss).__name__)}"
-    return model.agree(call, step.batches, seed, step.counts, flag, divisor=divisor)
+        call += f" with loss={OwnLoss(loss).name}"
+    try:
+        if loss is not None:
+            check_not_cut(model.mesh, "a loss of your own")
+        if check_divisor(divisor) is not None:
+            call += f" with divisor={divisor}"
+    except ValueError as problem:
+        error = problem
+    return model.agree(call, step.batches, seed, step.counts, flag, error=error)
 
 
 def forward_backward(
     model: BraidedModel,
     step: Step | Sequence[PackedBatch],
-    loss: LossFunction | None = None,
-    divisor: int | None = None,
+    loss: TokenLoss | None = None,
+    divisor: Divisor | None = None,
     *,
     seed: int | None = None,
     agreed: Agreed | None = None,
@@ -62,8 +71,11 @@ def forward_backward(
     Args:
         model: the result of `parallelize`.
         step: a `Step`, or a list of results of `pack`.
-        loss: returns the sum of this rank's losses; by default cross entropy over the label tokens.
-        divisor: what the sum over the whole step is divided by; by default its number of label tokens.
+        loss: a `TokenLoss`: is given this rank's tokens (`LocalTokens`) and returns the sum of their losses,
+            alone or with a dict of sums to log; by default cross entropy over the label tokens.
+        divisor: what the sum over the whole step is divided by: a number, `"tokens"` (with a label),
+            `"samples"` (with a label), `"pairs"` (of them), or the name of one of the step's counts. By
+            default the label tokens, or the sum of their weights where the built-in loss is given some.
         seed: what dropout is drawn from, a different one for every step.
         agreed: the result of `agree_on` for this step, if it was called before.
         after: called with the number of each micro-batch, from 1, when its backward is done.
@@ -80,13 +92,14 @@ def forward_backward(
     step = _step(step)
     if agreed is None:
         agreed = agree_on(model, step, divisor, seed, loss=loss)
-    divisor = agreed.label_tokens if divisor is None else operator.index(divisor)
+    by = agreed.divisor("tokens" if divisor is None and loss is not None else check_divisor(divisor))
+    own = None if loss is None else OwnLoss(loss)
     total: Tensor | None = None
     sums: list[Tensor] = []
     counts: Tensor | None = None
     for number, batch in enumerate(step.batches, start=1):
         with model.accumulating(last=number == len(step.batches)):
-            local = model.local_loss(batch.to(model.device), agreed.label_tokens, divisor, seed, loss)
+            local = model.local_loss(batch.to(model.device), agreed.label_tokens, by, seed, own)
             if torch.is_grad_enabled():
                 local.loss.backward()
         total = local.loss.detach() if total is None else total + local.loss.detach()
@@ -97,7 +110,8 @@ def forward_backward(
         if after is not None:
             after(number)
     assert total is not None
-    return model.output(total, torch.stack(sums), agreed.label_tokens, divisor, counts)
+    metrics = None if own is None else own.metrics
+    return model.output(total, torch.stack(sums), agreed.label_tokens, by, counts, metrics)
 
 
 def _step(step: Step | Sequence[PackedBatch]) -> Step:

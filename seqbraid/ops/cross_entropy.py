@@ -53,7 +53,7 @@ def cross_entropy_rows(
     With a `shard` the rows are that part of rows that all ranks know the targets of; the losses are those of
     the whole rows.
     """
-    fused = _fused_kernels(logits_CV, kernels, shard is None)
+    fused = fused_kernels(logits_CV, kernels, shard is None)
     if fused is not None:
         return RowLosses(*fused.cross_entropy_rows(logits_CV, targets_C, gradient))
     if shard is not None:
@@ -100,7 +100,7 @@ def _rows_of_shard(logits_CV: Tensor, targets_C: Tensor, gradient: bool, shard: 
 LOSS = Op("loss", (TRITON, Candidate("torch")))
 
 
-def _fused_kernels(logits: Tensor, kernels: Kernels, whole: bool) -> ModuleType | None:
+def fused_kernels(logits: Tensor, kernels: Kernels, whole: bool) -> ModuleType | None:
     """One read and one write of the logits instead of ten passes."""
     fits = logits.is_cuda and logits.is_contiguous()
     if not fits or kernels.choose(LOSS, RowsNeed(logits.device, logits.dtype, whole)) != TRITON.name:

@@ -38,6 +38,7 @@ def linear_cross_entropy(
     weight_sums: torch.dtype | None = None,
     kernels: Kernels = DEFAULT,
     shard: VocabularyShard | None = None,
+    weights_T: Tensor | None = None,
 ) -> LossSums:
     """Sum of `cross_entropy(hidden @ weight.T + bias, target)` over tokens whose target is not −100.
 
@@ -47,6 +48,8 @@ def linear_cross_entropy(
     With a `shard`, weight and bias are those of a part of the vocabulary, and hidden states and targets the
     same on all ranks that have a part. The sums are those of the whole vocabulary; the gradient of the hidden
     states is this part's, to be summed over the ranks.
+
+    With weights the loss of each token is multiplied by its own.
     """
     if hidden_TD.ndim != 2 or targets_T.shape != hidden_TD.shape[:1]:
         raise ValueError(
@@ -62,9 +65,10 @@ def linear_cross_entropy(
         bias_V,
         targets_T,
         chunk_tokens,
-        weight_sums or _sum_dtype(hidden_TD),
+        weight_sums or sum_dtype(hidden_TD),
         kernels,
         shard,
+        weights_T,
     )
     return LossSums(loss, correct)
 
@@ -89,8 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_sums: torch.dtype,
         kernels: Kernels,
         shard: VocabularyShard | None,
+        weights_T: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        acc = _sum_dtype(hidden_TD)
+        acc = sum_dtype(hidden_TD)
         rows_L = (targets_T != IGNORE).nonzero().squeeze(1)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dhidden_LD = hidden_TD.new_empty(len(rows_L), hidden_TD.shape[1]) if needs_hidden else None
@@ -106,16 +111,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits_CV, targets_T[rows_C], needs_hidden or needs_weight or needs_bias, kernels, shard
             )
             del logits_CV
-            loss += rows.loss_C.sum()
+            weights_C = None if weights_T is None else weights_T[rows_C]
+            loss += (rows.loss_C if weights_C is None else rows.loss_C * weights_C).sum()
             correct += rows.correct_C.sum()
             if rows.dlogits_CV is None:
                 continue
+            if weights_C is not None:
+                rows.dlogits_CV.mul_(weights_C[:, None])
             if dbias_V is not None:
                 dbias_V += rows.dlogits_CV.sum(0, dtype=acc)
             if dhidden_LD is not None:
                 torch.mm(rows.dlogits_CV, weight_VD, out=dhidden_LD[begin : begin + len(rows_C)])
             if dweight_VD is not None:
-                _add_product(dweight_VD, rows.dlogits_CV.T, hidden_CD)
+                add_product(dweight_VD, rows.dlogits_CV.T, hidden_CD)
         ctx.save_for_backward(rows_L, dhidden_LD, dweight_VD, dbias_V)
         ctx.num_tokens, ctx.weight_dtype = len(hidden_TD), weight_VD.dtype
         ctx.mark_non_differentiable(correct)
@@ -133,10 +141,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight_VD = _scaled(dweight_VD, dloss, ctx.weight_dtype)
         if dbias_V is not None:
             dbias_V = _scaled(dbias_V, dloss, ctx.weight_dtype)
-        return dhidden_TD, dweight_VD, dbias_V, None, None, None, None, None
+        return dhidden_TD, dweight_VD, dbias_V, *[None] * 6
 
 
-def _add_product(total_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
+def add_product(total_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:
     """total += a @ b, summed in the type of the total."""
     if total_VD.dtype == a_VC.dtype:
         total_VD.addmm_(a_VC, b_CD)
@@ -151,5 +159,6 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factor, out=x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """What sums over tokens are formed in."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -19,6 +19,7 @@ from .chain import ChainPlan
 from .gated_delta_bytes import HeadSizes, choose
 from .gated_delta_heads import HeadExchangePlan
 from .ring_plan import RingPlan
+from .samples import LocalSamples
 from .ulysses import SoftmaxHeads
 
 CPU = torch.device("cpu")
@@ -63,6 +64,8 @@ class RowPlans:
     _slots: dict[tuple[torch.device, bool], tuple[Tensor | None, Tensor | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
+
+    _samples: dict[torch.device, LocalSamples] = field(default_factory=dict, compare=False, repr=False)
 
     def prepare(self, needs: MixerNeeds) -> None:
         """Make the plans that a model with these needs will ask for.
@@ -144,6 +147,12 @@ class RowPlans:
         if device not in self._heads:
             self._heads[device] = self._heads[CPU].to(device)
         return self._heads[device]
+
+    def samples(self, device: torch.device) -> LocalSamples:
+        """Of which sample this rank's slots are, on a device: what some losses ask for, and no layer."""
+        if device not in self._samples:
+            self._samples[device] = LocalSamples.of(self.layout, self.rank, device)
+        return self._samples[device]
 
     def slots(self, device: torch.device, of_share: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """This rank's slots that are padding, and those that hold a token, on a device; None for both where

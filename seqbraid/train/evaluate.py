@@ -17,12 +17,13 @@ def evaluate(model: BraidedModel, loader: Loader, where: Whereabouts | None = No
     where.at("evaluating")
     was_training = model.training
     model.eval()
-    loss_sum, correct, labels = 0.0, 0, 0
+    loss_sum, divisor, correct, labels = 0.0, 0.0, 0, 0
     try:
         for data in loader:
             where.moves()
             out = forward_backward(model, data.prepared)
             loss_sum += float(out.loss_sum)
+            divisor += out.divisor
             correct += int(out.correct_tokens)
             labels += out.label_tokens
     finally:
@@ -30,4 +31,8 @@ def evaluate(model: BraidedModel, loader: Loader, where: Whereabouts | None = No
         loader.close()
     if not labels:
         raise ValueError("data.eval has no label token")
-    return {"eval_loss": loss_sum / labels, "eval_accuracy": correct / labels, "eval_label_tokens": labels}
+    return {
+        "eval_loss": loss_sum / (divisor or 1),
+        "eval_accuracy": correct / labels,
+        "eval_label_tokens": labels,
+    }

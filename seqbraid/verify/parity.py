@@ -20,6 +20,7 @@ from ..distributed.api import parallelize
 from ..mesh import Mesh
 from ..models.output import StepOutput
 from ..models.step import forward_backward
+from .objective import Objective
 from .reference import Measurement, fresh_gradients, one_rounding_away, stock_step
 from .verdict import Parity, Quantity, compare
 from .wide import float32_is_float64, in_float64
@@ -34,6 +35,7 @@ def check_parity(
     micro_batches: int = 1,
     gated_delta: str = "auto",
     references: Sequence[Measurement] | None = None,
+    objective: Objective | None = None,
     **layout: Any,
 ) -> Parity:
     """Compare a packed step with the stock model on each sample alone; the model comes back as it was.
@@ -41,6 +43,7 @@ def check_parity(
     Where a floor is too large for float32 to decide, everything is computed again in float64. On several
     ranks every rank calls it with the same model and samples, and comes to the same verdict; data ranks share
     the samples out. The `references` of a model and samples may be given where they are used more than once.
+    An `objective` takes the place of cross entropy.
     """
     mesh = Mesh() if mesh is None else mesh
     rows = rows_of(len(samples), mesh.data_world_size, micro_batches)
@@ -49,12 +52,12 @@ def check_parity(
     def measured(model: PreTrainedModel, references: Sequence[Measurement] | None) -> Parity:
         reference, *others = (
             replace(m, logits=[m.logits[i] for i in own])
-            for m in (stock_references(model, samples, rows) if references is None else references)
+            for m in (stock_references(model, samples, rows, objective) if references is None else references)
         )
         ours = model if mesh.world_size == 1 else copy.deepcopy(model)
-        got = packed_step(
-            ours, [samples[i] for i in own], mesh, micro_batches, gated_delta, policy=policy, **layout
-        )
+        layout["policy"] = policy
+        mine = [samples[i] for i in own]
+        got = packed_step(ours, mine, mesh, micro_batches, gated_delta, objective, **layout)
         return of_all_ranks(compare(case, got, reference, others), mesh)
 
     parity = measured(model, references)
@@ -97,19 +100,22 @@ def rows_of(num_samples: int, data_world_size: int = 1, micro_batches: int = 1) 
 
 
 def stock_references(
-    model: PreTrainedModel, samples: Sequence[dict[str, Any]], rows: Sequence[Sequence[int]] | None = None
+    model: PreTrainedModel,
+    samples: Sequence[dict[str, Any]],
+    rows: Sequence[Sequence[int]] | None = None,
+    objective: Objective | None = None,
 ) -> list[Measurement]:
     """The reference, and then what is as right as it is, for the floor; see `stock_step` for `rows`.
 
     Two other orders of its sums, and one rounding of its weights: how well the problem is conditioned.
     """
     found = [
-        stock_step(model, samples, rows=rows),
-        stock_step(model, samples, left_padding=3, backwards=True, rows=rows),
-        stock_step(model, samples, left_padding=37, rows=rows),
+        stock_step(model, samples, 0, False, rows, objective),
+        stock_step(model, samples, 3, True, rows, objective),
+        stock_step(model, samples, 37, False, rows, objective),
     ]
     with one_rounding_away(model):
-        found.append(stock_step(model, samples, rows=rows))
+        found.append(stock_step(model, samples, 0, False, rows, objective))
     return found
 
 
@@ -119,6 +125,7 @@ def packed_step(
     mesh: Mesh,
     micro_batches: int = 1,
     gated_delta: str = "auto",
+    objective: Objective | None = None,
     **layout: Any,
 ) -> Measurement:
     """The same step through the public surface, of this data rank's samples."""
@@ -128,8 +135,9 @@ def packed_step(
             parts = [[samples[i] for i in row] for row in rows_of(len(samples), 1, micro_batches)]
             batches = [pack(part, model.config, mesh, **layout) for part in parts]
             logits = [x for batch in batches for x in braided.logits(batch)]
-            output = forward_backward(braided, batches)
-            loss = _whole_loss(output, model)
+            loss = None if objective is None else objective.of_tokens
+            output = forward_backward(braided, batches, loss)
+            mean_loss = _whole_loss(output, model)
             gradients = _whole(
                 {
                     name: torch.zeros_like(p) if p.grad is None else p.grad
@@ -139,7 +147,7 @@ def packed_step(
             )
         finally:
             braided.release()
-    return Measurement(loss.detach(), logits, gradients)
+    return Measurement(mean_loss.detach(), logits, gradients)
 
 
 def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:

@@ -19,6 +19,7 @@ from ..models.media_tokens import token_types
 from ..models.parts import towers_of
 from ..models.router import stock_num_experts
 from ..models.stock import in_torch
+from .objective import Objective
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ def stock_step(
     left_padding: int = 0,
     backwards: bool = False,
     rows: Sequence[Sequence[int]] | None = None,
+    objective: Objective | None = None,
 ) -> Measurement:
     """Sum of token losses over the samples, one forward each, divided by the number of labels; its gradient.
+    An `objective` takes the place of cross entropy.
 
     `left_padding` and `backwards` change the order of the sums and nothing else: each sample gets that many
     masked tokens in front (which moves the chunks of a gated-delta layer), and the samples are visited in
@@ -54,15 +57,12 @@ def stock_step(
         order = range(len(samples))
         for i in reversed(order) if backwards else order:
             outputs, found = _forward(model, samples[i], left_padding, with_router)
-            loss = (
-                F.cross_entropy(
-                    found.float() if found.dtype != torch.float64 else found,
-                    shifted(samples[i]),
-                    ignore_index=IGNORE,
-                    reduction="sum",
-                )
-                / count
-            )
+            wide = found.float() if found.dtype != torch.float64 else found
+            if objective is None:
+                loss = F.cross_entropy(wide, shifted(samples[i]), ignore_index=IGNORE, reduction="sum")
+            else:
+                loss = objective.of_logits(wide, samples[i])
+            loss = loss / count
             if with_router:
                 tokens = slice(left_padding, left_padding + len(found))
                 routers[i] = tuple(r[tokens] for r in outputs.router_logits)
@@ -149,9 +149,8 @@ def _media_forward(
 ) -> tuple[Any, Tensor]:
     """As a user of the stock model would call it: positions are the model's own affair."""
     ids = torch.as_tensor(sample["input_ids"])
-    media = {
-        key: value for key, value in sample.items() if key not in ("input_ids", "labels", "attention_mask")
-    }
+    beside = ("input_ids", "labels", "attention_mask", "fields")
+    media = {key: value for key, value in sample.items() if key not in beside}
     media.setdefault("mm_token_type_ids", token_types(ids, model.config))
     per_token = {
         "input_ids": ids,

@@ -307,7 +307,7 @@ def test_numbers_that_no_step_can_have_are_refused() -> None:
         with pytest.raises(ValueError, match="is not between"):
             model(batch, **numbers)
     for divisor in (0, -5):
-        with pytest.raises(ValueError, match=f"divisor={divisor} is not between 1 and"):
+        with pytest.raises(ValueError, match=f"divisor={divisor} is not a number above 0"):
             sb.forward_backward(model, [batch], divisor=divisor)
     expected = model(batch, label_tokens=4).mean_loss
     assert torch.equal(model(batch, label_tokens=torch.tensor([4])).mean_loss, expected)  # type: ignore[arg-type]

@@ -244,7 +244,11 @@ def window_that_one_row_is_cut_by() -> None:
     ("function", "size", "message"),
     [
         (other_number_of_micro_batches, 2, "rank 1 has the number of micro-batches = 2 but rank 0 has 1"),
-        (other_divisor, 2, "rank 1 has divisor = 8 but rank 0 has 7"),
+        (
+            other_divisor,
+            2,
+            "forward_backward with divisor=8' but rank 0 has 'forward_backward with divisor=7'",
+        ),
         (window_that_one_row_is_cut_by, 4, "sliding window of 16; use ulysses instead of ring"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -254,20 +258,21 @@ def test_refused_on_every_rank(function: Any, size: int, message: str) -> None:
         assert error.kind == "ValueError" and message in error.message
 
 
-def squared_hidden_states(seed: int) -> tuple[float, list[Tensor]]:
+def squared_hidden_states(seed: int, axis: str) -> tuple[float, list[Tensor]]:
     """A loss of the user's own, that plain code gives too: the sum of squares at label tokens, per sample."""
-    mesh = Mesh(ring=2)
+    mesh = Mesh(**{axis: 2})
     model = sb.parallelize(tiny_model("llama"), mesh)
 
-    def loss(hidden_TD: Tensor, head: torch.nn.Linear, batch: sb.PackedBatch) -> Tensor:
-        return hidden_TD[batch.targets != -100].square().sum()
+    def loss(tokens: sb.LocalTokens) -> Tensor:
+        return tokens.hidden[tokens.labelled].square().sum()
 
     batches = [sb.pack(row, model.model.config, mesh) for row in rows(seed)]
     out = forward_backward(model, batches, loss=loss, divisor=5)
     return float(out.mean_loss), list(gradients(model).values())
 
 
-def test_a_loss_of_the_users_own_is_divided_once() -> None:
+@pytest.mark.parametrize("axis", ["ring", "tp"])
+def test_a_loss_of_the_users_own_is_divided_once(axis: str) -> None:
     stock = tiny_model("llama")
     total = torch.zeros(())
     for sample in (sample for row in rows(3) for sample in row):
@@ -275,17 +280,13 @@ def test_a_loss_of_the_users_own_is_divided_once() -> None:
         total = total + hidden[:-1][sample["labels"][1:] != -100].square().sum() / 5
     total.backward()
     wanted = {name: p.grad for name, p in stock.named_parameters()}
-    for mean, found in ranks.run(squared_hidden_states_of, 2, 3):
+    for mean, found in ranks.run(squared_hidden_states, 2, 3, axis):
         assert mean == pytest.approx(total.item(), rel=1e-5)
         for (name, grad), got in zip(wanted.items(), found, strict=True):
             if grad is None:  # the head, which this loss has no use for
                 assert not got.any(), name
             else:
                 assert (got - grad).norm() < 1e-5 * grad.norm(), name
-
-
-def squared_hidden_states_of(seed: int) -> tuple[float, list[Tensor]]:
-    return squared_hidden_states(seed)
 
 
 def test_without_gradients_a_step_is_an_evaluation() -> None:

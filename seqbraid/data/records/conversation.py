@@ -15,6 +15,7 @@ Every refusal is a `ValueError` that says where in the record and what to change
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -64,7 +65,7 @@ EXTRA = ("tool_calls", "reasoning_content", "name", "tool_call_id")
 """Keys of a message that chat templates read beside role and content."""
 
 LOSS_KEYS = ("loss", "train", "weight")
-"""Keys that say whether a message has labels; `weight` is OpenAI's name for it."""
+"""Keys that say whether a message has labels; `weight`, OpenAI's name for it, may be any number."""
 
 Message = tuple[str, Role, Mapping[str, Any]]
 """Where a turn stands, its role, and the message with its `content`, whatever the format."""
@@ -93,6 +94,8 @@ class Turn:
     """Whether the model learns to say this; only ever so for the assistant."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """`tool_calls`, `reasoning_content`, `name`, `tool_call_id`, where the record has them."""
+    weight: float = 1.0
+    """How much each of its labels counts in the loss."""
 
     @property
     def media(self) -> list[MediaRef]:
@@ -106,6 +109,11 @@ class Conversation:
 
     turns: tuple[Turn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether labels count other than once."""
+        return any(turn.loss and turn.weight != 1 for turn in self.turns)
 
     @property
     def media(self) -> list[MediaRef]:
@@ -298,29 +306,36 @@ def _turn(where: str, role: Role, parts: Sequence[str | MediaRef], message: Mapp
         raise ValueError(
             f"{where} is an assistant turn without text, so it has no label; leave it out or fill it in"
         )
-    return Turn(role, tuple(parts), _loss(message, role, where), extra)
+    weight = _weight(message, role, where)
+    return Turn(role, tuple(parts), weight > 0, extra, weight or 1.0)
 
 
-def _loss(message: Mapping[str, Any], role: Role, where: str) -> bool:
+def _weight(message: Mapping[str, Any], role: Role, where: str) -> float:
+    """What a turn's labels count; 0 where it has none."""
     if message.get("loss_scale") is not None:
         raise ValueError(f'{where}.loss_scale is not supported; use "loss": true or false')
     given = [key for key in LOSS_KEYS if message.get(key) is not None]
     if len(given) > 1:
         raise ValueError(f"{where} has both `{given[0]}` and `{given[1]}`; keep one")
     if not given:
-        return role == "assistant"
+        return float(role == "assistant")
     key = given[0]
-    # A list is equal to no number, and True is 1: both are what is meant here.
-    if message[key] not in (0, 1):
-        if isinstance(message[key], int | float):
+    weight = message[key]
+    if key == "weight":
+        if not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ValueError(f"{where}.weight is a number of 0 and above, not {show(weight)}")
+    elif weight not in (0, 1):  # a list is equal to no number, and True is 1: both are what is meant here
+        if isinstance(weight, int | float):
             raise ValueError(
-                f"{where}.{key} is {show(message[key])}, but the loss counts every label token once; "
-                "give 0 or 1, true or false"
+                f"{where}.{key} is {show(weight)}; give 0 or 1, true or false; a `weight` may be any "
+                "number: how much each label of the turn counts"
             )
-        raise ValueError(f"{where}.{key} is true or false, not {show(message[key])}")
-    if message[key] and role != "assistant":
-        raise ValueError(f"{where}.{key} is true on a {role} turn; only assistant turns have labels")
-    return bool(message[key])
+        raise ValueError(f"{where}.{key} is true or false, not {show(weight)}")
+    if weight and role != "assistant":
+        raise ValueError(
+            f"{where}.{key} is {show(weight)} on a {role} turn; only assistant turns have labels"
+        )
+    return float(weight)
 
 
 def _check_order(turns: Sequence[Turn]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..records.source import Source
 
 LONGEST = 2**31 - 1
-CAN_BE_CUT = ("input_ids", "labels", "attention_mask")
+CAN_BE_CUT = ("input_ids", "labels", "attention_mask", "fields")
 
 
 class Encoder(Protocol):
@@ -215,7 +215,10 @@ def _cut(sample: dict[str, Any], row_tokens: int) -> dict[str, Any] | Refused:
                 f"cannot truncate a sample with the key {key!r}, only {', '.join(CAN_BE_CUT)}: a cut could "
                 "take placeholders and leave their media; use over_long='drop'"
             )
-    sample = {key: value[:row_tokens] for key, value in sample.items()}
+    fields = {name: value[:row_tokens] for name, value in sample.get("fields", {}).items()}
+    sample = {key: value[:row_tokens] for key, value in sample.items() if key != "fields"}
+    if fields:
+        sample["fields"] = fields
     if not num_targets(sample.get("labels", sample["input_ids"])):
         return Refused(f"no label is among its first {row_tokens} tokens", cut_short=True)
     return sample

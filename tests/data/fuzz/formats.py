@@ -73,10 +73,9 @@ def wrong_calls() -> Iterator[Case]:
             [QUESTION, {**ANSWER, "loss": False}, {"role": "tool_call", "content": '{"name": "f"}'}],
             "only one of them has labels",
         ),
-        "half a weight": (
-            [QUESTION, {**ANSWER, "weight": 0.5}],
-            "counts every label token once; give 0 or 1",
-        ),
+        "half a loss": ([QUESTION, {**ANSWER, "loss": 0.5}], "a `weight` may be any number"),
+        "a weight below 0": ([QUESTION, {**ANSWER, "weight": -0.5}], "weight is a number of 0 and above"),
+        "a weight in words": ([QUESTION, {**ANSWER, "weight": "0.5"}], "weight is a number of 0 and above"),
         "arguments not JSON": (
             [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}],
             "arguments is a string that is not JSON",

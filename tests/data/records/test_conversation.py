@@ -103,6 +103,18 @@ def test_only_the_assistant_turns_not_excluded_are_learnt() -> None:
         assert [turn.loss for turn in parse_conversation({"messages": turns}).turns] == [False] * 3 + [True]
 
 
+def test_labels_of_a_turn_may_count_more_or_less() -> None:
+    turns = [USER, {**ANSWER, "weight": 0.5}, USER, {**ANSWER, "weight": 0}, USER, ANSWER]
+    talk = parse_conversation({"messages": turns})
+    assert [(turn.loss, turn.weight) for turn in talk.turns if turn.role == "assistant"] == [
+        (True, 0.5),
+        (False, 1.0),
+        (True, 1.0),
+    ]
+    assert talk.has_weights
+    assert not parse_conversation({"messages": [USER, {**ANSWER, "weight": 1}]}).has_weights
+
+
 def test_one_image_is_seen_and_keys_that_say_nothing_are_absent() -> None:
     talk = parse_conversation({"messages": [USER, ANSWER]})
     seen = parse_conversation(

@@ -1,0 +1,145 @@
+"""What a model says of a batch beside its loss: logits, log-probabilities, hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..comm.group import Group
+from ..comm.tokens import gather_tokens
+from ..mesh import Mesh
+from ..ops.cross_entropy import VocabularyShard
+from ..ops.kernels import Kernels
+from .adapter import DecoderOutput
+from .agreement import check_not_cut, check_temperature
+from .backward_once import backward_once
+from .batch import PackedBatch
+from .head import call_with_head
+from .local_tokens import HeadPart, TokenLogprobs
+from .parts import ModelParts
+from .running import normal_tensors
+from .tensor import vocabulary_rows
+from .tensor_parts import own_part
+
+
+class BraidedModel(Protocol):
+    """What is needed of one here."""
+
+    mesh: Mesh
+    groups: dict[str, Group]
+    kernels: Kernels
+    loss_chunk: int | None
+    agree: Callable[..., Any]
+    decode: Callable[..., DecoderOutput]
+    gathered: Callable[..., Any]
+    free: Callable[[], None]
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def parts(self) -> ModelParts: ...
+
+
+def logits(model: BraidedModel, batch: PackedBatch) -> list[Tensor]:
+    """See `BraidedModel.logits`."""
+    model.agree("logits", [batch], 0)
+    with torch.no_grad(), normal_tensors():
+        found: list[Tensor] = model.gathered(_logits, batch)
+    model.free()
+    return found
+
+
+def token_logprobs(
+    model: BraidedModel, batch: PackedBatch, temperature: float, entropy: bool, seed: int | None
+) -> TokenLogprobs:
+    """See `BraidedModel.token_logprobs`."""
+    error = None
+    try:
+        check_not_cut(model.mesh, "token_logprobs")
+        check_temperature(temperature)
+    except ValueError as problem:
+        error = problem
+    call = f"token_logprobs(temperature={temperature}, entropy={entropy})"
+    model.agree(call, [batch], seed, error=error)
+    batch = batch.to(model.device)
+    with normal_tensors():
+        values = torch.stack(model.gathered(_logprobs, batch, float(temperature), entropy, seed))
+    if torch.is_grad_enabled():
+        values = backward_once(values, model.mesh.cpu_group)
+    else:
+        model.free()
+    return TokenLogprobs(batch, model.groups["sequence"], *values.unbind())
+
+
+@torch.no_grad()
+def hidden_states(model: BraidedModel, batch: PackedBatch) -> Tensor:
+    """See `BraidedModel.hidden_states`."""
+    check_not_cut(model.mesh, "hidden_states")
+    model.agree("hidden_states", [batch], 0)
+    with normal_tensors():
+        hidden_TD: Tensor = model.gathered(_hidden_states, batch.to(model.device), 0)
+    model.free()
+    return hidden_TD
+
+
+def head_part(model: BraidedModel, head: nn.Linear) -> HeadPart:
+    """This rank's part of a head whose weights are at hand."""
+    weight, bias = own_part(head.weight), own_part(head.bias)
+    return HeadPart(weight, bias, _vocabulary_shard(model), model.kernels, model.loss_chunk)
+
+
+def head_for_backward(model: BraidedModel) -> nn.Linear:
+    """The head, gathered again for its backward, which the built-in loss has no need of: that makes its
+    gradients in the forward.
+    """
+    head: Any = model.parts.head
+    if isinstance(head, FSDPModule):
+        head.set_unshard_in_backward(True)
+    return model.parts.head
+
+
+def _logits(model: BraidedModel, batch: PackedBatch) -> list[Tensor]:
+    shard, group = _vocabulary_shard(model), model.groups["tp"]
+
+    def whole(hidden_TD: Tensor, head: nn.Linear) -> Tensor:
+        own_TV = F.linear(hidden_TD, own_part(head.weight), own_part(head.bias))
+        if shard is None:
+            return own_TV
+        parts = group.all_gather(F.pad(own_TV, (0, shard.widest - own_TV.shape[1])))
+        return torch.cat(parts, dim=1)[:, : head.weight.shape[0]]
+
+    logits_TV = call_with_head(model.parts.head, whole, _hidden_states(model, batch, 0))
+    row = batch.layout.unshard(model.groups["sequence"].all_gather(logits_TV))
+    return list(row.split(list(batch.layout.lengths)))
+
+
+def _logprobs(
+    model: BraidedModel, batch: PackedBatch, temperature: float, entropy: bool, seed: int | None
+) -> tuple[Tensor, ...]:
+    def logprobs(hidden_TD: Tensor, head: nn.Linear) -> tuple[Tensor, ...]:
+        return head_part(model, head).logprobs(hidden_TD, batch.targets, temperature, entropy)
+
+    hidden_TD = _hidden_states(model, batch, seed)
+    return call_with_head(head_for_backward(model), logprobs, hidden_TD)
+
+
+def _hidden_states(model: BraidedModel, batch: PackedBatch, seed: int | None) -> Tensor:
+    """Of all tokens of this rank's sequence shard, those of the tp ranks beside it included."""
+    return gather_tokens(model.decode(batch, with_router=False, seed=seed).hidden_TD, model.groups["tp"])
+
+
+def _vocabulary_shard(model: BraidedModel) -> VocabularyShard | None:
+    """Which part of the head is on this rank; None where it is whole."""
+    group = model.groups["tp"]
+    if group.size == 1:
+        return None
+    vocabulary = model.parts.head.weight.shape[0]
+    widest = vocabulary_rows(vocabulary, group.size, 0).stop
+    start = vocabulary_rows(vocabulary, group.size, group.rank).start
+    return VocabularyShard(start, widest, group.maximum, group.all_reduce)
