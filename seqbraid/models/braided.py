@@ -304,6 +304,7 @@ class BraidedModel(nn.Module):
         if not isinstance(self, FSDPModule):
             self.model.save_pretrained(directory, **kwargs)
             return
+        agree(self.mesh.cpu_group, None, alike={"the call": "save_pretrained"})
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
         if self.mesh.rank == 0:
@@ -360,6 +361,7 @@ class BraidedModel(nn.Module):
             "training mode": self._adapter.is_training,
             "grad mode": torch.is_grad_enabled(),
             "requires_grad of": trained(self.model),
+            "dtypes of parameters": sorted({str(p.dtype) for p in self.model.parameters()}),
             "config": config_values(self._adapter.config),
         }
 

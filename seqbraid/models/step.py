@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from .agreement import Agreed, Divisor, check_divisor, check_not_cut
-from .batch import PackedBatch
+from .batch import BadBatch, PackedBatch
 from .braided import BraidedModel
 from .local_tokens import TokenLoss
 from .output import StepOutput
@@ -115,7 +116,16 @@ def forward_backward(
 
 
 def _step(step: Step | Sequence[PackedBatch]) -> Step:
+    """What is no step is refused like a sample that cannot be packed: on every rank, by the agreement."""
+    if isinstance(step, PackedBatch | BadBatch) or not isinstance(step, Step | Iterable):
+        return Step([_refused(f"a step is a list of results of seqbraid.pack, not {type(step).__name__}")])
     found = step if isinstance(step, Step) else Step(list(step))
     if not found.batches:
-        raise ValueError("the step has no micro-batches; give at least one, the same number on every rank")
+        return Step(
+            [_refused("the step has no micro-batches; give at least one, the same number on every rank")]
+        )
     return found
+
+
+def _refused(reason: str) -> PackedBatch:
+    return cast(PackedBatch, BadBatch(ValueError(reason)))

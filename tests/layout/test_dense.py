@@ -16,7 +16,7 @@ from seqbraid.layout import (
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=6),
     st.sampled_from(["left", "right"]),
@@ -33,7 +33,7 @@ def test_dense_and_row_are_inverse(lengths: list[int], side: str, extra: int) ->
     ]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 60))
 def test_truncation_names_every_token_it_cuts(lengths: list[int], limit: int) -> None:
     kept, cuts = truncate_lengths(lengths, limit)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from seqbraid.layout import PADDING, SequenceLayout
 
-MANY = settings(max_examples=1000, deadline=None)
+MANY = settings(max_examples=200, deadline=None)
 
 lengths = st.lists(st.one_of(st.integers(1, 4), st.integers(1, 300)), min_size=1, max_size=24)
 layouts = st.builds(

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from seqbraid.layout.packing import CostModel, level_rows, pack_rows
 
-THOROUGH = settings(max_examples=1000, deadline=None)
+THOROUGH = settings(max_examples=200, deadline=None)
 
 
 def best_fit_decreasing(lengths: list[int], row_tokens: int) -> list[int]:

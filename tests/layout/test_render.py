@@ -15,7 +15,7 @@ from torch import Tensor
 from seqbraid.layout.layout import PADDING, SequenceLayout
 from seqbraid.layout.render import HUES, INK, PALE_HUES, PAPER, layout_svg
 
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=60, deadline=None)
 SVG = "{http://www.w3.org/2000/svg}"
 
 layouts = st.builds(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqbraid.layout.streaming import StreamingPacker
 
-THOROUGH = settings(max_examples=1000, deadline=None)
+THOROUGH = settings(max_examples=200, deadline=None)
 
 Item = list[int]  # [index in the source, length]: a list, so that it survives JSON
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,35 @@ def count_as_a_tensor_on_one_rank() -> None:
     step_on(mesh, model, label_tokens=torch.tensor(61) if mesh.rank else 60)
 
 
+def no_batch_on_one_rank() -> None:
+    mesh = Mesh(dp_shard=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    batch = sb.pack(random_samples([20], 97), model.model.config, mesh)
+    sb.forward_backward(model, [] if mesh.rank else [batch])
+
+
+def no_list_on_one_rank() -> None:
+    mesh = Mesh(dp_shard=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    batch: Any = sb.pack(random_samples([20], 97), model.model.config, mesh)
+    sb.forward_backward(model, batch if mesh.rank else [batch])
+
+
+def cast_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    if mesh.rank:
+        model.model.double()
+    step_on(mesh, model)
+
+
+def saved_by_one_rank() -> None:
+    """Nothing is written: the ranks say so before."""
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    model.save_pretrained("/proc/none") if mesh.rank else step_on(mesh, model)
+
+
 CASES: list[tuple[Callable[[], None], str]] = [
     (dict_on_one_rank, "a list of samples, not dict; put the one sample into a list"),
     (autocast_on_one_rank, "compute_dtype=torch.bfloat16"),
@@ -131,6 +161,13 @@ CASES: list[tuple[Callable[[], None], str]] = [
     (router_loss_unknown_to_one_rank, "has no router_aux_loss_coef"),
     (loss_of_its_own_on_one_rank, "squares' but rank 0 has 'forward_backward'"),
     (count_as_a_tensor_on_one_rank, "rank 1 has label_tokens = 61 but rank 0 has 60"),
+    (no_batch_on_one_rank, "the step has no micro-batches"),
+    (no_list_on_one_rank, "a step is a list of results of seqbraid.pack, not PackedBatch"),
+    (
+        cast_on_one_rank,
+        "rank 1 has dtypes of parameters = ['torch.float64'] but rank 0 has ['torch.float32']",
+    ),
+    (saved_by_one_rank, "rank 1 has the call = 'save_pretrained' but rank 0 has 'forward'"),
     (dropout_on_one_rank, "trains with dropout 0.1 at 'drop'"),
 ]
 

@@ -98,16 +98,12 @@ def alone(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 EVERYTHING = MemoryOptions(checkpointing="full", offload=True, mlp_tile=64, loss_chunk=32)
 MESHES = {
-    "ring=2": (2, {"mesh": MeshConfig(ring=2)}),
-    "ulysses=2": (2, {"mesh": MeshConfig(ulysses=2)}),
     "ring=2 × ulysses=2": (4, {"mesh": MeshConfig(ring=2, ulysses=2)}),
     "dp_shard=2 × ring=2, every memory switch": (
         4,
         {"mesh": MeshConfig(dp_shard=2, ring=2), "memory": EVERYTHING},
     ),
-    "dp_shard=2 × ring=2": (4, {"mesh": MeshConfig(dp_shard=2, ring=2)}),
     "ring=2 × tp=2, every memory switch": (4, {"mesh": MeshConfig(ring=2, tp=2), "memory": EVERYTHING}),
-    "every memory switch": (1, {"memory": EVERYTHING}),
 }
 
 
