@@ -22,10 +22,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ..comm.group import Group
 from ..comm.tokens import gather_tokens, scatter_tokens
 from ..models.braided import BraidedModel
+from ..models.dropout import is_active
 from ..models.head import forward_replaced
 from ..models.running import running_step
 from ..models.tensor import vocabulary_rows
-from ..models.tensor_parts import Chosen, Cut, Region, own_part
+from ..models.tensor_parts import Adapted, Chosen, Cut, Region, own_part
+from .tiled_mlp import TiledMLP
 
 
 def share_matrices(model: BraidedModel) -> None:
@@ -48,8 +50,14 @@ def share_matrices(model: BraidedModel) -> None:
             model.until_release(forward_replaced(cut.module, _CutLinear(cut, group)))
         for linear in {c.module for c in region.chosen if isinstance(c.module, nn.Linear)}:
             model.until_release(forward_replaced(linear, _ChosenLinear(linear, region.chosen)))
+        for adapted in region.adapted:
+            model.until_release(forward_replaced(adapted.lora.layer, _Adapted(adapted, group)))
         model.until_release(_attributes(region))
-        model.until_release(forward_replaced(region.module, _Region(region, group)))
+        forward = region.module.forward
+        if isinstance(forward, TiledMLP):  # each tile is of a rank's own tokens, and gathered by itself
+            forward.stock = _Region(region, group, forward.stock)
+        else:
+            model.until_release(forward_replaced(region.module, _Region(region, group, forward)))
 
 
 def _cut(parameter: nn.Parameter, cut: Cut, axis: DeviceMesh) -> nn.Parameter:
@@ -73,9 +81,8 @@ def _attributes(region: Region) -> Iterator[None]:
 class _Region:
     """Stands in for the forward of a mixer or MLP."""
 
-    def __init__(self, region: Region, group: Group) -> None:
-        self.region, self.group = region, group
-        self.stock: Callable[..., Any] = region.module.forward
+    def __init__(self, region: Region, group: Group, stock: Callable[..., Any]) -> None:
+        self.region, self.group, self.stock = region, group, stock
         self.read = [c for c in region.chosen if not isinstance(c.module, nn.Linear)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,9 +123,15 @@ class _CutLinear:
         if not self.by_columns or bias is None:
             return F.linear(x, weight, bias)
         # Once for each token: by the rank that holds it between mixers and MLPs.
-        out, own = F.linear(x, weight), x.shape[-2] // self.group.size
-        out.narrow(-2, self.group.rank * own, own).add_(gather_tokens(bias[:, None], self.group)[:, 0])
+        out = F.linear(x, weight)
+        _own(out, self.group).add_(gather_tokens(bias[:, None], self.group)[:, 0])
         return out
+
+
+def _own(x: Tensor, group: Group) -> Tensor:
+    """Of the gathered tokens those that this rank holds between mixers and MLPs."""
+    own = x.shape[-2] // group.size
+    return x.narrow(-2, group.rank * own, own)
 
 
 class _ChosenLinear:
@@ -137,6 +150,38 @@ class _ChosenLinear:
         if not used:
             return out
         return out.unflatten(-1, (max(used) + 1, -1))[..., list(used), :].flatten(-2)
+
+
+class _Adapted:
+    """Stands in for the forward of peft's layer, `W·x + s·B·A·x`: A or B works on the rank's own tokens, and
+    what is between them, as wide as the adapter's rank, is gathered or summed.
+    """
+
+    def __init__(self, adapted: Adapted, group: Group) -> None:
+        self.lora, self.inputs, self.group = adapted.lora, adapted.inputs, group
+        rows = adapted.outputs
+        self.outputs = None if rows is None else _ChosenLinear(self.lora.b, (rows,))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        lora, group = self.lora, self.group
+        out: Tensor = lora.linear(x)
+        x = x.to(lora.a.weight.dtype)
+        if self.outputs is not None:
+            low = gather_tokens(lora.a(lora.dropout(_own(x, group))), group)
+            return (out + self.outputs(low) * lora.scale).to(out.dtype)
+        low = F.linear(self._dropped(x), lora.a.weight[:, self.inputs])
+        _own(out, group).add_(lora.b(scatter_tokens(low, group)) * lora.scale)
+        return out
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """As one rank that has all channels draws it, for the tokens of all ranks."""
+        dropout, step = self.lora.dropout, running_step()
+        if not is_active(dropout) or step is None or step.token_keys is None:
+            return dropout(x)
+        keys_T = gather_tokens(step.token_keys[:, None], self.group)[:, 0]
+        assert self.inputs is not None
+        drawn: Callable[..., Tensor] = dropout.forward  # ours (`braid_dropout`)
+        return drawn(x, keys_T=keys_T, first=self.inputs.start)
 
 
 class _Embedding:

@@ -349,8 +349,9 @@ class BraidedModel(nn.Module):
     def decode(self, batch: PackedBatch, with_router: bool, seed: int | None) -> DecoderOutput:
         """The decoder's output for this rank's tokens, of a step that all ranks have agreed on."""
         ring, ulysses, sequence, row = (self.groups[n] for n in ("ring", "ulysses", "sequence", "row"))
+        keys = None if batch.keys is None else batch.keys[batch.plans.share]
         context = StepContext(
-            batch.plans, ring, ulysses, sequence, row, self.gated_delta, seed, batch.keys, self.kernels
+            batch.plans, ring, ulysses, sequence, row, self.gated_delta, seed, keys, self.kernels
         )
         return self._adapter.decode(batch, context, with_router)
 
@@ -371,10 +372,12 @@ class BraidedModel(nn.Module):
         change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
         if change is not None:
             raise ValueError(f"{change}; call release(), change the model, then parallelize it again")
-        if self.mesh.tp > 1 and (dropping := active_dropout(self.parts.decoder)):
-            raise ValueError(
-                f"{type(self.model).__name__} trains with dropout at {next(iter(dropping))!r}, which is not "
-                f"supported with tp={self.mesh.tp}; set it to 0 or use tp=1"
-            )
+        shared = frozenset[int]() if self.tensor is None else self.tensor.inside
+        for name, module in active_dropout(self.parts.decoder).items() if shared else ():
+            if id(module) in shared:
+                raise ValueError(
+                    f"{type(self.model).__name__} trains with dropout at {name!r}, among heads or channels "
+                    f"that tp={self.mesh.tp} shares out; set it to 0 or use tp=1"
+                )
         check_no_autocast()
         self._adapter.check_step(batches, seed)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .lora import Lora
+
 
 @dataclass(frozen=True, eq=False)
 class Cut:
@@ -41,6 +43,20 @@ class Chosen:
 
 
 @dataclass(frozen=True, eq=False)
+class Adapted:
+    """LoRA beside a layer that the ranks share, `W·x + s·B·A·x`. Where the layer makes some of the outputs, A
+    works on a rank's own tokens and B makes the same outputs; where it takes some of the inputs, A takes the
+    same and B works on a rank's own tokens. Both are whole when they are gathered.
+    """
+
+    lora: Lora
+    outputs: Chosen | None
+    """Of B; None where the layer takes some of the inputs."""
+    inputs: slice | None = None
+    """Of A; None where the layer takes all."""
+
+
+@dataclass(frozen=True, eq=False)
 class Region:
     """A mixer or MLP: it takes the tokens of all ranks, and gives a partial sum for each."""
 
@@ -53,6 +69,7 @@ class Region:
     """Numbers of heads that the stock forward reads, as they are on this rank."""
     must_be_seen: bool = False
     """Whether names and shapes do not say enough: whether parts make the whole must be tried."""
+    adapted: tuple[Adapted, ...] = ()
 
     @property
     def is_whole(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import recognise
+from .lora import linear_below
 from .tensor_parts import Region
 
 WIDTH, TOKENS = 8, 3
@@ -63,9 +64,10 @@ def _small(module: Any, region: Region, random: torch.Generator) -> Any:
     copy._modules, copy.training = dict(module._modules), False
     outs = {id(cut.module) for cut in region.cuts if cut.dim}
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            rows, columns = child.weight.shape
-            sizes = (columns, WIDTH) if id(child) in outs else (WIDTH, rows)
+        linear = linear_below(child)
+        if isinstance(linear, nn.Linear):
+            rows, columns = linear.weight.shape
+            sizes = (columns, WIDTH) if id(linear) in outs else (WIDTH, rows)
             copy._modules[name] = recognise.small_linear(*sizes, random)
         elif list(child.parameters()):
             copy._modules[name] = recognise.shell(child)
@@ -90,7 +92,7 @@ def _part(whole: Any, region: Region, rank: int, size: int) -> Any:
     module: Any = region.module
     copy = recognise.shell(whole)
     copy._modules, copy._parameters = dict(whole._modules), dict(whole._parameters)
-    names = {id(child): name for name, child in module.named_children()}
+    names = {id(linear_below(child)): name for name, child in module.named_children()}
     for cut in region.cuts:
         layer: Any = whole._modules[names[id(cut.module)]]
         weight = layer.weight.chunk(size, cut.dim)[rank]

@@ -194,9 +194,13 @@ def merged(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _inject(model: PreTrainedModel, config: Any, seed: int) -> None:
+    # By the model's class peft would take the names of shared experts for those of the experts beside them.
+    inside: Any = nn.Module()
+    inside._modules = model._modules
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        _peft().inject_adapter_in_model(config, model, ADAPTER)
+        _peft().inject_adapter_in_model(config, inside, ADAPTER)
+    model.peft_config = inside.peft_config
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):

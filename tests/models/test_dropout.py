@@ -85,6 +85,8 @@ def test_every_mesh_drops_the_same(family: str) -> None:
     assert abs(other - expected) > 1e-3 * expected  # something is dropped, and other seeds drop other things
     cases: list[tuple[dict[str, int], int, str]] = [({}, 3, "full"), ({"ring": 2}, 1, "selective")]
     cases += [({"ulysses": 2}, 1, "full"), ({"dp_shard": 2}, 2, "none"), ({}, 1, "stock")]
+    if family != "gpt2":
+        cases += [({"tp": 2}, 1, "full"), ({"ring": 2, "tp": 2}, 2, "none")]
     for mesh, parts, checkpointing in cases:
         for loss, found in ranks.run(step, math.prod(mesh.values()), family, mesh, parts, checkpointing):
             assert abs(loss - expected) < 1e-5 * expected, (mesh, parts)

@@ -1,0 +1,164 @@
+"""LoRA beside layers that tensor parallel ranks share: gradients of one process, peft's names and shapes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import seqbraid as sb
+from seqbraid import Mesh
+from seqbraid.models.parts import ModelParts
+from seqbraid.models.step import forward_backward
+from seqbraid.models.tensor import TensorPlan
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
+from seqbraid.train.checkpoint.checkpoints import Checkpoints
+from seqbraid.train.config import StepConfig
+from seqbraid.train.lora import LoraOptions, add_lora, is_adapter, save_adapter
+from seqbraid.train.optimizer import make_optimizer
+from seqbraid.verify.parity import check_parity, rows_of, stock_references
+from tests.helpers import ranks
+from tests.train.test_lora import shaken
+
+LENGTHS = (20, 7, 40, 1, 33, 5)
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+def full(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def adapted(family: str, rank: int = 3, learns: str = "adapters", **changes: Any) -> Any:
+    """Of a rank that tp need not divide; with adapters that do something."""
+    model = tiny_model(family, **changes)
+    add_lora(model, LoraOptions(rank=rank, alpha=6.0))
+    for p in model.parameters() if learns == "all" else ():
+        p.requires_grad_()
+    return shaken(model)
+
+
+def verdict(path: str, family: str, mesh: dict[str, int], options: dict[str, Any]) -> tuple[bool, str, int]:
+    samples, references = torch.load(path, weights_only=False)
+    parity = check_parity(adapted(family, **options), samples, Mesh(**mesh), references=references)
+    return parity.holds, parity.reason, sum(is_adapter(line.name) for line in parity.lines)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "options"),
+    [
+        ("llama", {"tp": 2}, BIASES | {"learns": "all"}),
+        ("llama", {"tp": 4}, {"num_key_value_heads": 1}),
+        ("qwen3_5", {"ring": 2, "tp": 2}, {}),
+        ("qwen3_next", {"dp_shard": 2, "tp": 2, "ep": 2}, {}),
+    ],
+    ids=str,
+)
+def test_every_adapter_has_the_gradient_of_one_process(
+    tmp_path: Path, family: str, mesh: dict[str, int], options: dict[str, Any]
+) -> None:
+    model, samples = adapted(family, **options), random_samples(LENGTHS, 97)
+    rows = rows_of(len(samples), mesh.get("dp_shard", 1))
+    torch.save((samples, stock_references(model, samples, rows)), tmp_path / "references")
+    size = math.prod(n for axis, n in mesh.items() if axis != "ep")
+    expected = sum(is_adapter(name) for name, _ in model.named_parameters())
+    for holds, reason, count in ranks.run(verdict, size, str(tmp_path / "references"), family, mesh, options):
+        assert holds and count == expected > 20, reason
+
+
+Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
+
+
+def trained(axes: dict[str, int], folder: str, steps: list[int], resume: bool) -> Trained:
+    """On a rank: losses, adapters, and what is saved; a checkpoint of the adapters after the second step."""
+    mesh, stock = Mesh(**axes), adapted("qwen3_5")
+    model = sb.parallelize(stock, mesh, memory=MemoryOptions(checkpointing="full", mlp_tile=5))
+    optimizer = make_optimizer(model, StepConfig(lr=1e-2))
+    checkpoints = Checkpoints(Path(folder), mesh, asynchronous=False, base="the same")
+    if resume:
+        path = checkpoints.last("must")
+        assert path is not None
+        checkpoints.load(path, model, optimizer)
+    losses = []
+    for step in steps:
+        samples = random_samples([40, 9, 30], 97, seed=step)[mesh.data_rank :: mesh.data_world_size]
+        losses.append(float(forward_backward(model, [sb.pack(samples, stock.config, mesh)]).mean_loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and not resume:
+            checkpoints.save(step, model, optimizer, {})
+    save_adapter(model, Path(folder) / f"adapter {resume}")
+    whole = {
+        n: p.full_tensor() for n, p in stock.named_parameters() if isinstance(p, DTensor) and is_adapter(n)
+    }
+    return losses, whole, load_file(Path(folder) / f"adapter {resume}" / "adapter_model.safetensors")
+
+
+def test_adapters_are_saved_and_go_on_anywhere(tmp_path: Path) -> None:
+    tp_and_ring, without = {"ring": 2, "tp": 2}, {"dp_shard": 2, "ulysses": 2}
+    for there, here in ((tp_and_ring, without), (without, tp_and_ring), (tp_and_ring, tp_and_ring)):
+        folder = str(tmp_path / "-".join([*there, *here]))
+        losses, adapters, saved = ranks.run(trained, 4, there, folder, [0, 1, 2, 3], False)[0]
+        stock = {name: p.shape for name, p in adapted("qwen3_5").named_parameters() if is_adapter(name)}
+        assert {name: x.shape for name, x in adapters.items()} == stock
+        for name, x in adapters.items():
+            assert torch.equal(x, saved["base_model.model." + name.replace(".default.", ".")])
+        for found in ranks.run(trained, 4, here, folder, [2, 3], True):
+            if here == there:
+                assert found[0] == losses[2:] and all(
+                    torch.equal(found[1][n], x) for n, x in adapters.items()
+                )
+            assert found[0] == pytest.approx(losses[2:], rel=1e-5)
+            for name, x in adapters.items():
+                torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=3e-5)
+
+
+def tiled(axes: dict[str, int], tile: int | None) -> dict[str, Tensor]:
+    mesh, stock = Mesh(**axes), adapted("llama", learns="all", **BIASES)
+    for p in stock.parameters():  # stock biases are zero
+        p.data += 0.01
+    model = sb.parallelize(stock, mesh, memory=MemoryOptions(mlp_tile=tile))
+    model(sb.pack(random_samples([50, 13], 97), stock.config, mesh)).loss.backward()
+    return {name: full(p.grad) for name, p in stock.named_parameters()}
+
+
+def test_tiles_of_an_mlp_that_tp_does_not_divide() -> None:
+    expected = tiled({}, None)
+    for found in ranks.run(tiled, 2, {"tp": 2}, 7):
+        for name, gradient in expected.items():
+            assert (found[name] - gradient).norm() < 2e-5 * gradient.norm(), name
+
+
+def with_dora() -> Any:
+    model = tiny_model("llama")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), model)
+    return model
+
+
+def with_two() -> Any:
+    model = tiny_model("llama")
+    for name in ("one", "two"):
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["down_proj"]), model, name)
+    return model
+
+
+def with_a_bias() -> Any:
+    model = tiny_model("llama")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["up_proj"], lora_bias=True), model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(with_dora, "q_proj"), (with_two, "down_proj"), (with_a_bias, "up_proj")]
+)
+def test_adapters_of_other_kinds_are_refused(make: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name} of layer 0 .* is not one plain LoRA, .*; use tp=1"):
+        TensorPlan.of(ModelParts.of(make()), 2)
