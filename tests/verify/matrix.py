@@ -1,6 +1,7 @@
 """Random tiny models of every family against stock, and every defect on every one of them.
 
     python -m tests.verify.matrix --models 20 --seeds 5
+    python -m tests.verify.matrix --models 2 --seeds 1 --mesh shared --docs docs/matrix.md
 
 Each case is one line of the state file; a run that is started again goes on behind the last one. Ends with
 status 1 if a healthy model does not hold or a defect is not caught.
@@ -17,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -25,14 +27,15 @@ from rich.console import Console
 from rich.table import Table
 
 from seqbraid import Mesh
-from seqbraid.models.router import stock_num_experts
 from seqbraid.verify.media_mutants import MEDIA_MUTANTS
 from seqbraid.verify.mutants import MUTANTS, RANK_MUTANTS, Mutant
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
+from seqbraid.verify.reference import Measurement
 from seqbraid.verify.run import PADDED
 from seqbraid.verify.tensor_mutants import TENSOR_MUTANTS
 from tests.helpers import ranks
-from tests.verify.random_models import MEDIA, NAMES, random_model
+from tests.verify.matrix_page import write_page
+from tests.verify.random_models import MEDIA, NAMES, WITH_EXPERTS, WITH_LATENTS, random_model
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,16 @@ class Case:
     def world_size(self) -> int:
         """How many ranks the case takes."""
         return math.prod(size for axis, size in self.mesh.items() if axis != "ep")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether ranks share the model's matrices or experts."""
+        return not {"tp", "ep"}.isdisjoint(self.mesh)
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step: every second model has three where it is shared."""
+        return 3 if self.is_shared and self.model % 2 else 1
 
     @property
     def key(self) -> str:
@@ -79,6 +92,19 @@ class Found:
 MISSED = "not caught"
 WINDOWED = ("gemma3", "gpt_oss")
 """Families with sliding windows: a ring that cuts a longer sample refuses them."""
+
+NOT_CUT = ("gpt2", *WITH_LATENTS)
+"""Families that tp refuses."""
+
+MESHES = (
+    *({"tp": 2}, {"tp": 4}),
+    *({"ring": 2, "tp": 2}, {"ulysses": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}),
+    *({"dp_shard": 2, "ring": 2, "tp": 2}, {"dp_shard": 2, "ulysses": 2, "tp": 2}),
+    {"ring": 2, "ulysses": 2, "tp": 2},
+    *({axis: size, "ep": size} for size in (2, 4) for axis in ("dp_shard", "ring", "ulysses", "tp")),
+    *({"dp_shard": 2, "tp": 2, "ep": 2}, {"ring": 2, "ulysses": 2, "ep": 4}, {"ring": 2, "tp": 2, "ep": 4}),
+)
+"""What `--mesh shared` stands for: tp and ep alone and beside the other axes."""
 
 
 def mutants_of(model: Any, case: Case) -> list[Mutant]:
@@ -116,18 +142,34 @@ def _chooses(text: Any) -> bool:
     return any(text.num_experts_per_tok < count for count in counts if count is not None)
 
 
-def examine(case: Case) -> Found:
+def references(case: Case, folder: Path) -> Path:
+    """What stock makes of a case, for all ranks; meshes with the same rows share it."""
+    model, samples = random_model(case.family, case.model, case.seed, case.is_shared)
+    data = case.mesh.get("dp_shard", 1) * case.mesh.get("dp_replicate", 1)
+    samples = [*samples, *samples][: max(len(samples), data * case.micro_batches)]
+    rows = rows_of(len(samples), data, case.micro_batches)
+    path = folder / f"{case.family}-{case.model}-{case.seed}-{case.is_shared}-{data}-{case.micro_batches}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save((samples, rows, stock_references(model, samples, rows)), path)
+    return path
+
+
+def examine(case: Case, path: Path) -> Found:
     """On one rank: the verdict on the healthy model, and on each defect."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begin = perf_counter()
     mesh = Mesh(**case.mesh)
-    model, samples = random_model(case.family, case.model, case.seed)
-    references = stock_references(model, samples, rows_of(len(samples), mesh.data_world_size))
-    total = sum(len(sample["input_ids"]) for sample in samples)
+    model, _ = random_model(case.family, case.model, case.seed, case.is_shared)
+    found: tuple[list[dict[str, Any]], list[list[int]], list[Measurement]]
+    found = torch.load(path, weights_only=False)
+    samples, rows, expected = found
+    longest = max(sum(len(samples[i]["input_ids"]) for i in row) for row in rows)
     # So much padding that counting it is no matter of rounding, also where routers weigh little.
-    how: dict[str, Any] = {"pad_to": (total // PADDED + 2) * PADDED, "references": references}
-    if case.mesh:  # so that sequences are cut, and states are passed on
+    how: dict[str, Any] = {"pad_to": (longest // PADDED + 2) * PADDED, "references": expected}
+    how["micro_batches"] = case.micro_batches
+    if mesh.sequence_size > 1:  # so that sequences are cut, and states are passed on
         how |= {"policy": "zigzag", "gated_delta": "states"}
     parity = check_parity(model, samples, mesh, case.key, **how)
     caught: dict[str, str | float] = {}
@@ -143,12 +185,13 @@ def examine(case: Case) -> Found:
     return Found(case.key, parity.holds, parity.dtype, parity.reason, parity.worst.ratio, seconds, caught)
 
 
-def run(case: Case) -> Found:
+def run(case: Case, folder: Path) -> Found:
     """Here, or on ranks that must agree; an error of the library is a failure of the case."""
     try:
+        path = references(case, folder)
         if case.world_size == 1:
-            return examine(case)
-        every = ranks.run(examine, case.world_size, case, limit=600.0)
+            return examine(case, path)
+        every = ranks.run(examine, case.world_size, case, path, limit=1200.0)
         verdicts = {(found.holds, found.reason, repr(found.mutants)) for found in every}
         if len(verdicts) > 1:
             return Found(case.key, False, "", f"ranks differ: {sorted(verdicts)}", math.nan, 0.0)
@@ -166,17 +209,17 @@ def cases(
             for family in families:
                 for mesh in meshes:
                     case = Case(family, model, seed, mesh)
-                    if not (family in WINDOWED and "ring" in mesh) and _shares_experts(case):
+                    if _is_possible(case):
                         yield case
 
 
-def _shares_experts(case: Case) -> bool:
-    """Whether `ep` divides the experts; else the model is refused."""
-    ep = case.mesh.get("ep", 1)
-    if ep == 1:
-        return True
-    config = random_model(case.family, case.model, case.seed)[0].config.get_text_config()
-    return (stock_num_experts(config) or 1) % ep == 0
+def _is_possible(case: Case) -> bool:
+    """Whether the library takes this family on this mesh."""
+    if case.family in WINDOWED and "ring" in case.mesh:
+        return False
+    if case.family in NOT_CUT and "tp" in case.mesh:
+        return False
+    return "ep" not in case.mesh or MEDIA.get(case.family, case.family) in WITH_EXPERTS
 
 
 def read_state(path: Path) -> dict[str, Found]:
@@ -190,13 +233,13 @@ def go_on(wanted: Iterable[Case], path: Path) -> list[Found]:
     known = read_state(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     all_found = []
-    with path.open("a", encoding="utf-8") as state:
+    with path.open("a", encoding="utf-8") as state, TemporaryDirectory() as folder:
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
             state.write("\n")  # behind a line that was cut off
         for case in wanted:
             found = known.get(case.key)
             if found is None:
-                found = run(case)
+                found = run(case, Path(folder))
                 state.write(json.dumps(asdict(found)) + "\n")
                 state.flush()
             all_found.append(found)
@@ -252,13 +295,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=20, help="random models of each family")
     parser.add_argument("--seeds", type=int, default=5, help="random weights and samples of each model")
     parser.add_argument(
-        "--mesh", nargs="*", default=[""], help="none, or for instance ring=2 ring=4,ulysses=2"
+        "--mesh", nargs="*", default=[""], help="none; for instance ring=2 ring=4,ulysses=2; or shared"
     )
+    parser.add_argument("--docs", type=Path, help="the page whose table is written anew")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so many")
     parser.add_argument("--state", type=Path, default=Path("out/matrix.jsonl"))
     args = parser.parse_args(arguments)
-    meshes = [{axis: int(size) for axis, size in _pairs(mesh)} for mesh in args.mesh]
-    all_found = go_on(cases(args.families, args.models, args.seeds, meshes), args.state)
+    meshes: list[dict[str, int]] = []
+    for mesh in args.mesh:
+        meshes += MESHES if mesh == "shared" else [{axis: int(size) for axis, size in _pairs(mesh)}]
+    wanted = list(cases(args.families, args.models, args.seeds, meshes))
+    end = perf_counter() + 60 * args.minutes
+    known = read_state(args.state)
+    in_time = (case for case in wanted if case.key in known or perf_counter() < end)
+    all_found = go_on(in_time, args.state)
     print_table(all_found)
+    if args.docs:
+        write_page(
+            args.docs, [asdict(found) | {"is_right": found.is_right} for found in all_found], len(wanted)
+        )
     right = sum(found.is_right for found in all_found)
     print(f"{right} of {len(all_found)} cases are right")
     return 0 if right == len(all_found) else 1

@@ -26,16 +26,29 @@ WITH_EXPERTS = (
     "qwen3_omni",
 )
 EXPERT_WIDTHS = {"hidden_size", "intermediate_size", "moe_intermediate_size"}
+SHARED = {
+    *("num_attention_heads", "linear_num_key_heads", "intermediate_size", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts"),
+}
+WITH_LATENTS = ("deepseek_v3",)
 SCALES = (0.05, 0.1, 0.2, 0.3)
 
 
-def random_model(name: str, number: int, seed: int) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
-    """The model of this number, the same in size for every seed, and samples of random lengths."""
+def random_model(
+    name: str, number: int, seed: int, shared: bool = False
+) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
+    """The model of this number, the same in size for every seed, and samples of random lengths; `shared`
+    where its heads, channels and experts are to be shared out.
+    """
     draw = Random(f"{name} {number}")
     if name in MEDIA:
-        model = tiny_media_model(MEDIA[name], seed, **media_changes(MEDIA[name], draw))
+        changes = media_changes(MEDIA[name], draw)
+        if shared:
+            changes["text_config"] = shared_by_four(name, number, changes["text_config"])
+        model = tiny_media_model(MEDIA[name], seed, **changes)
         return _with_experts(model), mixed_samples(model.config, seed)
-    model = tiny_model(name, seed, **text_changes(name, draw))
+    changes = text_changes(name, draw)
+    model = tiny_model(name, seed, **(shared_by_four(name, number, changes) if shared else changes))
     lengths = [draw.choice((1, 2, draw.randrange(3, 70), draw.randrange(60, 160))) for _ in range(4)]
     lengths += [draw.randrange(65, 140)]  # more than one chunk, more than any window
     lengths[0] += sum(lengths) % 64 == 0  # a row with padding
@@ -67,6 +80,27 @@ def text_changes(name: str, draw: Random) -> dict[str, Any]:
         changes["hidden_size"] = changes["num_attention_heads"] * draw.randrange(3, 7)
     changes |= OWN.get(name, lambda draw, num_layers: {})(draw, num_layers)
     return _even_widths(changes, draw) if name in WITH_EXPERTS else changes
+
+
+def shared_by_four(name: str, number: int, text: dict[str, Any]) -> dict[str, Any]:
+    """The same model with heads, channels and experts that four ranks can share: with two, one or four key
+    heads, and a vocabulary that they do not divide.
+    """
+    found = text | {key: -(-text[key] // 4) * 4 for key in text if key in SHARED}
+    if name in WITH_LATENTS:
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    else:
+        found["num_key_value_heads"] = (2, 1, 4)[number % 3]
+    if "linear_num_key_heads" in text:
+        per_key = text["linear_num_value_heads"] // text["linear_num_key_heads"]
+        found["linear_num_value_heads"] = per_key * found["linear_num_key_heads"]
+    if name in ("llama", "gemma3"):
+        found["hidden_size"] = 6 * found["num_attention_heads"]
+    if name == "gpt_oss":  # it has a bias behind its heads
+        found["hidden_size"] = -(-text["hidden_size"] // 4) * 4
+    if "vocab_size" in text:
+        found |= {"vocab_size": text["vocab_size"] | 1, "tie_word_embeddings": name == "qwen3"}
+    return found
 
 
 def _even_widths(changes: dict[str, Any], draw: Random) -> dict[str, Any]:
