@@ -1,9 +1,11 @@
-"""The activation memory of a rank falls as 1/P: what autograd keeps of one long sequence on 1, 2, 4 and 8 CPU
-ranks.
+"""The memory of a rank falls as 1/P: what it holds of the parameters, and what autograd keeps of one long
+sequence, on 1, 2, 4 and 8 CPU ranks.
 
-`python benchmarks/memory_per_rank.py` counts the bytes that the forward saves for the backward (each storage
-once, parameters left out) and the largest tensor with a dim of the whole sequence that any operation makes on
-any rank.
+`python benchmarks/memory_per_rank.py` counts the bytes of a rank's parameters, those that the forward saves
+for the backward (each storage once, parameters left out), and the largest tensor with a dim of the whole
+sequence that any operation makes on any rank. With `--mesh tp` also what norms and residuals keep, which have
+a rank's own tokens, and that no rank makes a tensor of the whole vocabulary; with `--mesh ep` that none has
+all experts of a layer.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,19 +25,30 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from seqbraid import Mesh, pack, parallelize
 from seqbraid.models.tiny.samples import random_samples
 
+VOCABULARY, EXPERTS = 131, 16
+
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor with a dim of at least the whole sequence that any operation returned."""
+    """Remembers the largest tensor with a dim of at least the whole sequence that any operation returned, and
+    whether one was of the whole vocabulary or of all experts.
+    """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, experts: int) -> None:
         super().__init__()
         self.tokens = tokens
+        self.experts = experts
+        """Numbers of all experts of a layer."""
         self.elements = 0
         self.shape: tuple[int, ...] = ()
+        self.whole: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
+            # A DTensor has the shape of the whole, and is computed by parts.
+            if type(leaf) is torch.Tensor and not leaf.is_meta:
+                self.whole |= {"vocabulary"} if VOCABULARY in leaf.shape else set()
+                self.whole |= {"experts"} if self.experts and leaf.numel() >= self.experts else set()
             # Expanded views have elements that take no memory.
             if isinstance(leaf, torch.Tensor) and max(leaf.shape, default=0) >= self.tokens:
                 elements = min(leaf.numel(), _stored(leaf))
@@ -51,46 +64,79 @@ def _stored(x: torch.Tensor) -> int:
         return 0
 
 
-def measure(mesh: Mesh, args: argparse.Namespace) -> tuple[int, int, tuple[int, ...]]:
-    """Bytes saved for the backward on this rank, and the largest tensor."""
+class Found(NamedTuple):
+    """Of a rank."""
+
+    held: int
+    """Bytes of parameters."""
+    saved: int
+    """Bytes kept for the backward."""
+    own: int
+    """Of these, what has as many rows as a rank has tokens between mixers and MLPs, and the hidden size."""
+    elements: int
+    shape: tuple[int, ...]
+    whole: set[str]
+    """What it had a whole tensor of."""
+
+
+def make(args: argparse.Namespace) -> Any:
+    """A llama, or with `--mesh ep` a model of experts."""
     torch.manual_seed(0)
+    family = "qwen3_moe" if args.mesh == "ep" else "llama"
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": args.hidden}
+    own = {"num_key_value_heads": 8} if args.mesh == "tp" else experts if args.mesh == "ep" else {}
     config = AutoConfig.for_model(
-        "llama", vocab_size=128, hidden_size=args.hidden, intermediate_size=2 * args.hidden,
-        num_hidden_layers=args.layers, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=args.hidden // 8, max_position_embeddings=args.tokens,
+        family, vocab_size=VOCABULARY, hidden_size=args.hidden, intermediate_size=2 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=8, head_dim=args.hidden // 8,
+        max_position_embeddings=args.tokens, **({"num_key_value_heads": 2} | own),
     )  # fmt: skip
-    model = parallelize(AutoModelForCausalLM.from_config(config), mesh)
-    batch = pack(random_samples([args.tokens], 128), config, mesh)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def measure(mesh: Mesh, args: argparse.Namespace) -> Found:
+    """What a rank holds, keeps and makes."""
+    stock = make(args)
+    # Of both projections.
+    experts = 3 * EXPERTS * args.hidden**2 if args.mesh == "ep" else 0
+    model = parallelize(stock, mesh)
+    held = sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in model.parameters())
+    batch = pack(random_samples([args.tokens], VOCABULARY), stock.config, mesh)
     saved: dict[int, int] = {}
+    own: dict[int, int] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, torch.nn.Parameter) and x.dtype.is_floating_point:
-            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            place = x.untyped_storage().data_ptr()
+            saved[place] = x.untyped_storage().nbytes()
+            if x.numel() == args.tokens * args.hidden // mesh.row_size and x.shape[-1] == args.hidden:
+                own[place] = saved[place]
         return x
 
-    with LargestTensor(args.tokens) as largest:
+    with LargestTensor(args.tokens, experts) as largest:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             out = model(batch)
         parameters = {
             p.untyped_storage().data_ptr() for p in model.parameters() if not hasattr(p, "to_local")
         }
         out.loss.backward()
-    return (
-        sum(size for place, size in saved.items() if place not in parameters),
-        largest.elements,
-        largest.shape,
-    )
+    kept = {place: size for place, size in saved.items() if place not in parameters}
+    return Found(held, sum(kept.values()), sum(own.values()), largest.elements, largest.shape, largest.whole)
 
 
 def rank_main(rank: int, size: int, store: str, args: argparse.Namespace, results: str) -> None:
-    """One rank of a ring or a ring × Ulysses mesh."""
+    """One rank of a mesh."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    ulysses = 2 if args.mesh == "product" and size > 1 else 1
-    ulysses = size if args.mesh == "ulysses" else ulysses
-    found = measure(Mesh(ring=size // ulysses, ulysses=ulysses), args)
+    meshes = {
+        "ring": {"ring": size},
+        "ulysses": {"ulysses": size},
+        "product": {"ring": max(1, size // 2), "ulysses": min(2, size)},
+        "tp": {"tp": size},
+        "ep": {"ring": size, "ep": size},
+    }
+    found = measure(Mesh(**meshes[args.mesh]), args)
     everybody: list[Any] = [found]
     if size > 1:
         everybody = [None] * size
@@ -106,28 +152,35 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--mesh", choices=("ring", "ulysses", "product"), default="product")
+    parser.add_argument("--mesh", choices=("ring", "ulysses", "product", "tp", "ep"), default="product")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8])
     args = parser.parse_args()
     full = args.tokens * args.hidden
     print(
         f"one sequence of {args.tokens} tokens, hidden {args.hidden}, {args.layers} layers, mesh: {args.mesh}"
     )
-    alone = 0
+    alone: Found | None = None
     for size in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             results = f"{folder}/results.pt"
             mp.spawn(rank_main, (size, f"{folder}/store", args, results), nprocs=size)
-            found = torch.load(results)
-        saved, elements, shape = max(s for s, _, _ in found), *max((e, s) for _, e, s in found)
-        alone = alone or saved * size
+            found: list[Found] = torch.load(results, weights_only=False)
+        most = Found(*(max(values) for values in zip(*(x[:5] for x in found), strict=True)), set())
+        whole = set().union(*(x.whole for x in found))
+        alone = alone or Found(most.held * size, most.saved * size, most.own * size, 0, (), set())
+        of_one = [
+            f"{now * size / max(1, before):5.3f} of (P = 1) / P"
+            for now, before in zip(most[:3], alone[:3], strict=True)
+        ]
         print(
-            f"P={size}: saved for backward {saved / 2**20:7.2f} MiB a rank, {saved * size / alone:5.3f} of "
-            f"(P = 1) / P; largest tensor over the whole sequence {shape}, {elements / full:.2f} × tokens × "
-            "hidden"
+            f"P={size}: parameters {most.held / 2**20:6.2f} MiB a rank, {of_one[0]}; saved for backward "
+            f"{most.saved / 2**20:7.2f} MiB, {of_one[1]}; norms and residuals {of_one[2]}; largest tensor "
+            f"over the whole sequence {most.shape}, {most.elements / full:.2f} × tokens × hidden"
         )
-        if size > 1 and elements >= full:
+        if size > 1 and most.elements >= full and args.mesh != "tp":
             raise SystemExit("a rank holds a tensor of full-sequence × hidden size")
+        if size > 1 and {"tp": "vocabulary", "ep": "experts"}.get(args.mesh) in whole:
+            raise SystemExit("a rank has a tensor of the whole vocabulary, or of all experts of a layer")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The whole path on one GPU: two gloo ranks share it, and one step in bfloat16 must equal that of one rank,
-of a llama or (`--model qwen3_5`) of gated delta layers and attention with heads of 256.
+of a llama, (`--model qwen3_5`) of gated delta layers and attention with heads of 256, or
+(`--model qwen3_moe`) of experts: as ring, as ulysses, with tp=2 and, where there are experts, with ep=2.
 
 NCCL takes one rank per GPU only, so point-to-point messages go through the host here; compute runs on the
 GPU. What bfloat16 itself costs is measured as well: how far the one rank is from a step in float32. Two ranks
@@ -16,9 +17,12 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from seqbraid import Mesh, pack
+from seqbraid.distributed.experts import place_experts
+from seqbraid.distributed.tensor import share_matrices
 from seqbraid.models.braided import BraidedModel
 from seqbraid.models.tiny.decoders import tiny_config
 from seqbraid.models.tiny.samples import random_samples
@@ -35,6 +39,9 @@ MODELS = {
         "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
+    "qwen3_moe": {
+        "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
+    },
 }  # fmt: skip
 
 
@@ -44,14 +51,41 @@ def step(
     """Loss and gradients of one step, summed over the ranks."""
     torch.manual_seed(0)
     config = tiny_config(family, **SIZES, **MODELS[family])
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).to(device, dtype)
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16).to(dtype)
     # Without FSDP: gloo has no reduce-scatter for GPU tensors, so the sum of the gradients is made here.
     braided = BraidedModel(model, mesh)
+    braided.join_groups()
+    if mesh.ep > 1:
+        place_experts(braided.parts, mesh)
+    if mesh.tp > 1:
+        share_matrices(braided)
+    placed = own_parts(model, device)
+    braided.to(device)
     batch = pack(random_samples(LENGTHS, 512), config, mesh, policy=policy).to(device)
     out = braided(batch)
     out.loss.backward()
-    sums = {name: braided.groups["loss"].all_reduce(p.grad.float()) for name, p in model.named_parameters()}
-    return sums | {"loss": out.mean_loss}
+    row = braided.groups["row"]
+    sums = {"loss": out.mean_loss}
+    for name, p in model.named_parameters():
+        if name not in placed:
+            sums[name] = row.all_reduce(p.grad.float())
+            continue
+        parts = row.all_gather(p.grad.float())  # two ranks: each one has a part, and the whole gradient of it
+        sums[name] = torch.cat(parts, placed[name])
+    return sums
+
+
+def own_parts(model: torch.nn.Module, device: str) -> dict[str, int]:
+    """Let parameters that are cut be plain tensors, this rank's parts; gives the dim of each cut."""
+    dims: dict[str, int] = {}
+    done: dict[int, torch.nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for name, p in list(module._parameters.items()):
+            if isinstance(p, DTensor):
+                own = done.setdefault(id(p), torch.nn.Parameter(p.to_local().to(device)))
+                module._parameters[name] = own
+                dims[f"{prefix}.{name}"] = p.placements[0].dim
+    return dims
 
 
 def rank_main(rank: int, store: str, results: str, family: str, device: str) -> None:
@@ -59,8 +93,11 @@ def rank_main(rank: int, store: str, results: str, family: str, device: str) -> 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found = {}
-    for sizes in ({"ring": 2}, {"ulysses": 2}):
-        for policy in ("zigzag", "balanced"):
+    meshes = [{"ring": 2}, {"ulysses": 2}, {"tp": 2}]
+    if "num_experts" in MODELS[family]:
+        meshes += [{"ring": 2, "ep": 2}, {"tp": 2, "ep": 2}]
+    for sizes in meshes:
+        for policy in ("balanced",) if "tp" in sizes else ("zigzag", "balanced"):
             mesh = Mesh(**sizes)
             sums = step(family, mesh, policy, device)
             found[f"{sizes} {policy}"] = {name: x.cpu() for name, x in sums.items()}

@@ -116,7 +116,7 @@ def _layout(args: argparse.Namespace) -> int:
 
         shown.append(exchange_report(layout, args.model, args.tp))
         if args.ep > 1:
-            shown.append(expert_report(layout, args.model, args.ep))
+            shown.append(expert_report(layout, args.model, args.ep, args.tp))
     Console().print(*shown)
     if args.svg:
         args.svg.write_text(layout_svg(layout), encoding="utf-8")

@@ -34,6 +34,9 @@ def test_layout_shows_what_experts_send(capsys: pytest.CaptureFixture[str]) -> N
     shown = exchange_of("qwen3_moe", "--ring 2 --ep 2", "400", capsys)
     assert "4 experts over 2 ranks, 2 for each token · 32 channels · bfloat16" in shown
     assert "0 200 12,800 25,600 1 200 12,800 25,600" in shown
+    # Tensor parallel ranks send tokens of their own.
+    shown = exchange_of("qwen3_moe", "--ring 2 --tp 2 --ep 2", "400", capsys)
+    assert " ".join(f"{rank} 100 6,400 12,800" for rank in range(4)) in shown
     assert main(["layout", "--lengths", "400", "--model", "qwen3_moe", "--ep", "3"]) == 2
     assert "--ep 3 does not divide the 4 experts of qwen3_moe; use one of 1, 2, 4" in capsys.readouterr().err
 

@@ -33,6 +33,7 @@ def apply_memory_options(model: BraidedModel, options: MemoryOptions) -> None:
                 f"mlp_tile={options.mlp_tile}: {type(model.model).__name__} has no dense MLP that can be "
                 f"tiled (its layers have {_kinds(layers[0])}); leave mlp_tile out"
             )
+        _refuse_tiles_of_parts(model, options.mlp_tile)
         for module in found:
             model.until_release(forward_replaced(module, TiledMLP(module, options.mlp_tile)))
     model.loss_chunk, model.reduce_gradients = options.loss_chunk, options.reduce_gradients
@@ -43,6 +44,19 @@ def apply_memory_options(model: BraidedModel, options: MemoryOptions) -> None:
     if options.checkpointing == "full":
         for tower in model.parts.towers:
             _checkpoint(model, tower.blocks, CheckpointedLayer, False, options.offload)
+
+
+def _refuse_tiles_of_parts(model: BraidedModel, tile: int) -> None:
+    """Tiles sum up gradients of what is gathered around all of them."""
+    for index, layer in enumerate(() if model.tensor is None else model.tensor.regions):
+        for region in layer:
+            learns = any(p.requires_grad for cut in region.cuts for p in cut.module.parameters())
+            if region.name.startswith("mlp") and learns and not region.is_whole:
+                raise ValueError(
+                    f"mlp_tile={tile}: the MLP of layer {index} of {type(model.model).__name__} is gathered "
+                    f"matrix by matrix with tp={model.mesh.tp}, so its gradients cannot be summed tile by "
+                    "tile; leave mlp_tile out"
+                )
 
 
 def _checkpoint(

@@ -31,6 +31,8 @@ class TensorPlan:
     """How the matrices of a model are shared; made before anything is changed, alike on all ranks."""
 
     size: int
+    vocabulary: int
+    """All tokens of it."""
     embedding: Cut
     head: Cut
     regions: tuple[tuple[Region, ...], ...]
@@ -57,7 +59,7 @@ class TensorPlan:
         if is_tried:
             _check_parts(parts, size)
         layers = tuple(tuple(regions_of(parts, layer, size, rank)) for layer in parts.layers)
-        plan = TensorPlan(size, Cut(parts.embedding, 0), Cut(parts.head, 0), layers)
+        plan = TensorPlan(size, vocabulary, Cut(parts.embedding, 0), Cut(parts.head, 0), layers)
         plan._check_shared(parts)
         return plan
 

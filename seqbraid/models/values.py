@@ -136,10 +136,9 @@ def _hidden_states(model: BraidedModel, batch: PackedBatch, seed: int | None) ->
 
 def _vocabulary_shard(model: BraidedModel) -> VocabularyShard | None:
     """Which part of the head is on this rank; None where it is whole."""
-    group = model.groups["tp"]
-    if group.size == 1:
+    if model.tensor is None:
         return None
-    vocabulary = model.parts.head.weight.shape[0]
+    group, vocabulary = model.groups["tp"], model.tensor.vocabulary
     widest = vocabulary_rows(vocabulary, group.size, 0).stop
     start = vocabulary_rows(vocabulary, group.size, group.rank).start
     return VocabularyShard(start, widest, group.maximum, group.all_reduce)

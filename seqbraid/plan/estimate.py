@@ -184,13 +184,13 @@ def _activation_lines(
     """What is kept for the backward, and what the backward of one layer takes; bytes in host memory.
 
     A rank has all heads and channels of its own tokens, or its own of all tokens, which is as much; but
-    projections keep what they are given, the gathered tokens.
+    projections keep what they are given, the gathered tokens. Tiles of an MLP are gathered one by one.
     """
     tokens = ceil(row / tp)
     tiled, again = memory.mlp_tile is not None, memory.checkpointing != "none"
     layers = [layer_activations(parts, layer, e, fused) for layer in parts.layers]
     hidden = int(parts.config.hidden_size)
-    gathered = 2 * (row - tokens) * hidden * e  # for a mixer and an MLP
+    gathered = (1 if tiled else 2) * (row - tokens) * hidden * e  # for a mixer and an MLP
     kept = [tokens * x.kept(memory.checkpointing, tiled) + (0 if again else gathered) for x in layers]
     # Of what is offloaded, one layer is on its way out or back, and one is in use.
     on_device = sum(sorted(kept)[-2:]) if memory.offload else sum(kept)

@@ -108,9 +108,9 @@ def _gated_delta_report(layout: SequenceLayout, name: str, tp: int) -> Group:
     return Group(Text(title, style="italic"), table, Text(f"{LABELS[taken]} is used: {reason}"))
 
 
-def expert_report(layout: SequenceLayout, name: str, ep: int) -> Group:
+def expert_report(layout: SequenceLayout, name: str, ep: int, tp: int = 1) -> Group:
     """The bytes that each rank sends to the experts of other ranks in one layer's forward, where routers are
-    level, and at most.
+    level, and at most; tensor parallel ranks send tokens of their own.
     """
     config = config_of(name)
     text = config.get_text_config()
@@ -130,8 +130,9 @@ def expert_report(layout: SequenceLayout, name: str, ep: int) -> Group:
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("rank", "tokens", "to experts", "at most"):
         table.add_column(column, justify="right")
-    for rank in range(layout.num_ranks):
-        tokens = int(layout.shard(torch.ones(layout.num_tokens), rank).sum())
+    for rank in range(layout.num_ranks * tp):
+        real = layout.shard(torch.ones(layout.num_tokens), rank // tp)
+        tokens = int(real.chunk(tp)[rank % tp].sum())
         there = tokens * picks * row
         table.add_row(str(rank), f"{tokens:,}", f"{there * (ep - 1) // ep:,}", f"{there:,}")
     return Group(

@@ -96,9 +96,7 @@ def trained(axes: dict[str, int], folder: str, steps: list[int], resume: bool) -
         if step == 1 and not resume:
             checkpoints.save(step, model, optimizer, {})
     save_adapter(model, Path(folder) / f"adapter {resume}")
-    whole = {
-        n: p.full_tensor() for n, p in stock.named_parameters() if isinstance(p, DTensor) and is_adapter(n)
-    }
+    whole = {n: full(p.detach()) for n, p in stock.named_parameters() if is_adapter(n)}
     return losses, whole, load_file(Path(folder) / f"adapter {resume}" / "adapter_model.safetensors")
 
 
@@ -122,7 +120,7 @@ def test_adapters_are_saved_and_go_on_anywhere(tmp_path: Path) -> None:
 
 
 def tiled(axes: dict[str, int], tile: int | None) -> dict[str, Tensor]:
-    mesh, stock = Mesh(**axes), adapted("llama", learns="all", **BIASES)
+    mesh, stock = Mesh(**axes), tiny_model("llama", **BIASES)
     for p in stock.parameters():  # stock biases are zero
         p.data += 0.01
     model = sb.parallelize(stock, mesh, memory=MemoryOptions(mlp_tile=tile))
@@ -135,6 +133,18 @@ def test_tiles_of_an_mlp_that_tp_does_not_divide() -> None:
     for found in ranks.run(tiled, 2, {"tp": 2}, 7):
         for name, gradient in expected.items():
             assert (found[name] - gradient).norm() < 2e-5 * gradient.norm(), name
+
+
+def refused_tiles() -> None:
+    sb.parallelize(adapted("llama", learns="all"), Mesh(tp=2), memory=MemoryOptions(mlp_tile=8))
+
+
+def test_tiles_of_an_mlp_that_is_gathered_in_parts_and_learns_are_refused() -> None:
+    for error in ranks.errors(refused_tiles, 2):
+        assert error.kind == "ValueError"
+        assert (
+            "mlp_tile=8: the MLP of layer 0 of LlamaForCausalLM is gathered matrix by matrix" in error.message
+        )
 
 
 def with_dora() -> Any:
