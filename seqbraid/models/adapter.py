@@ -86,10 +86,11 @@ class Adapter:
         _check_embeddings(self._embeddings, self.name)
         check_nothing_around(model, self.decoder, self.head)
 
-    def check_mesh(self, mesh: Mesh, gated_delta: str) -> None:
-        """What the mesh requires of the model, checked before any communication."""
-        if mesh.tp > 1:
-            TensorPlan.of_mesh(self.parts, mesh)
+    def check_mesh(self, mesh: Mesh, gated_delta: str) -> TensorPlan | None:
+        """What the mesh requires of the model, checked before any communication; gives what tensor parallel
+        ranks share, None for one.
+        """
+        tensor = None if mesh.tp == 1 else TensorPlan.of_mesh(self.parts, mesh)
         if mesh.ep > 1:
             check_experts(self.parts, mesh.ep)
         for layer in self.parts.layers:
@@ -103,6 +104,7 @@ class Adapter:
             for module in self.gated_delta:
                 sizes = gated_delta_sizes(module)
                 GatedDeltaHeads(sizes.num_keys // mesh.tp, sizes.num_values // mesh.tp, mesh.sequence_size)
+        return tensor
 
     def braid(self) -> None:
         """Take over the mixers; calls without a step context behave as before."""

@@ -45,7 +45,6 @@ from .own_loss import OwnLoss
 from .parts import ModelParts
 from .router import load_balancing_loss
 from .running import normal_tensors
-from .tensor import TensorPlan
 from .unchanged import Unchanged
 
 ReduceGradients = Literal["each", "once"]
@@ -77,8 +76,7 @@ class BraidedModel(nn.Module):
         self.training = model.training
         self._until_release = ExitStack()
         self._adapter = make_adapter(model)
-        self._adapter.check_mesh(mesh, gated_delta)
-        self.tensor = None if mesh.tp == 1 else TensorPlan.of_mesh(self._adapter.parts, mesh)
+        self.tensor = self._adapter.check_mesh(mesh, gated_delta)
         """What tensor parallel ranks share; None for one."""
         self.kernels = make_kernels(kernels, self._adapter.stock_attention)
         self._unchanged = Unchanged(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -167,9 +168,42 @@ def in_wide(family: str, axes: dict[str, int]) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("axes", [{"dp_shard": 2, "ep": 2}, {"ring": 2, "ep": 2}])
-def test_in_float64(axes: dict[str, int]) -> None:
-    assert max(ranks.run(in_wide, 2, "qwen3_moe", axes)) < 1e-10
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("qwen3_moe", {"dp_shard": 2, "ep": 2}),
+        ("qwen3_moe", {"ring": 2, "ep": 2}),
+        ("qwen3_moe", {"ring": 2, "tp": 2, "ep": 4}),
+        ("llama", {"tp": 2}),
+        ("gemma3", {"tp": 2}),
+    ],
+    ids=str,
+)
+def test_in_float64(family: str, axes: dict[str, int]) -> None:
+    assert max(ranks.run(in_wide, size_of(axes), family, axes)) < 1e-10
+
+
+def router_loss(axes: dict[str, int]) -> float:
+    """Of one row, which all data ranks have alike."""
+    mesh, model = Mesh(**axes), tiny_model("qwen3_moe", output_router_logits=True)
+    batch = pack(random_samples(LENGTHS, 97), model.config, mesh)
+    out = parallelize(model, mesh)(batch)
+    assert out.aux_loss is not None
+    return float(out.aux_loss) / mesh.data_world_size
+
+
+def test_the_routers_loss_is_stocks_on_the_same_tokens() -> None:
+    model: Any = tiny_model("qwen3_moe")
+    each = [
+        model(input_ids=sample["input_ids"][None], output_router_logits=True).router_logits
+        for sample in random_samples(LENGTHS, 97)
+    ]
+    whole = tuple(torch.cat(of_layer) for of_layer in zip(*each, strict=True))
+    stock = sys.modules[type(model).__module__].load_balancing_loss_func
+    wanted = float(stock(whole, model.config.num_experts, model.config.num_experts_per_tok))
+    for axes in ({"ring": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 2, "ring": 2, "ep": 4}):
+        for found in ranks.run(router_loss, size_of(axes), axes):
+            assert found == pytest.approx(wanted, rel=1e-6), axes
 
 
 class Gathers(TorchDispatchMode):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import seqbraid as sb
 from seqbraid import Mesh
+from seqbraid.comm.tokens import scatter_tokens
+from seqbraid.distributed import tensor as tensor_module
 from seqbraid.models.parts import ModelParts
 from seqbraid.models.step import forward_backward
 from seqbraid.models.tensor import TensorPlan
@@ -26,6 +30,7 @@ from seqbraid.train.config import StepConfig
 from seqbraid.train.lora import LoraOptions, add_lora, is_adapter, save_adapter
 from seqbraid.train.optimizer import make_optimizer
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
+from seqbraid.verify.verdict import ALLOWANCE
 from tests.helpers import ranks
 from tests.train.test_lora import shaken
 
@@ -72,6 +77,47 @@ def test_every_adapter_has_the_gradient_of_one_process(
     expected = sum(is_adapter(name) for name, _ in model.named_parameters())
     for holds, reason, count in ranks.run(verdict, size, str(tmp_path / "references"), family, mesh, options):
         assert holds and count == expected > 20, reason
+
+
+def partial_sums_not_summed() -> Any:
+    """What A makes of a rank's channels is taken for what it makes of all."""
+    wrong = lambda x, group: tensor_module._own(x, group) if x.shape[-1] == 3 else scatter_tokens(x, group)  # noqa: E731
+    return patch.object(tensor_module, "scatter_tokens", wrong)
+
+
+def added_by_every_rank() -> Any:
+    """What B makes of a rank's tokens is added to those of the first rank."""
+    return patch.object(tensor_module, "_own", lambda x, group: x.narrow(-2, 0, x.shape[-2] // group.size))
+
+
+def rows_of_the_neighbour() -> Any:
+    right = tensor_module._ChosenLinear.__init__
+
+    def wrong(self: Any, linear: Any, chosen: Any) -> None:
+        if linear.weight.shape[1] == 3:
+            size = chosen[0].rows[0].stop - chosen[0].rows[0].start
+            start = (chosen[0].rows[0].start + size) % len(linear.weight)
+            chosen = (replace(chosen[0], rows=(slice(start, start + size),)),)
+        right(self, linear, chosen)
+
+    return patch.object(tensor_module._ChosenLinear, "__init__", wrong)
+
+
+def errors_of_defects(path: str) -> list[float]:
+    samples, references = torch.load(path, weights_only=False)
+    found = []
+    for defect in (partial_sums_not_summed, added_by_every_rank, rows_of_the_neighbour):
+        with defect():
+            parity = check_parity(adapted("llama"), samples, Mesh(tp=2), references=references)
+        found.append(parity.worst.ratio)
+    return found
+
+
+def test_defects_of_adapters_are_seen(tmp_path: Path) -> None:
+    samples = random_samples(LENGTHS, 97)
+    torch.save((samples, stock_references(adapted("llama"), samples)), tmp_path / "references")
+    for found in ranks.run(errors_of_defects, 2, str(tmp_path / "references")):
+        assert min(found) > 100 * ALLOWANCE, found
 
 
 Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
