@@ -20,7 +20,7 @@ from ..sequence_parallel.ulysses import SoftmaxHeads
 from . import attention
 from .batch import PackedBatch
 from .dropout import active_dropout, braid_dropout
-from .expert_check import check_experts
+from .expert_check import check_experts, refuse_adapted_experts
 from .experts import BraidedExperts, are_experts, braid_experts, count_of_all
 from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
@@ -82,6 +82,7 @@ class Adapter:
         self.experts: list[BraidedExperts] = []
         """One for each layer that has some, in their order, from `braid` on."""
         self._check_mixers()
+        refuse_adapted_experts(self.parts)
         self._embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
         _check_embeddings(self._embeddings, self.name)
         check_nothing_around(model, self.decoder, self.head)

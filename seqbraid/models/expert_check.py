@@ -21,7 +21,6 @@ def check_experts(parts: ModelParts, ep: int) -> None:
     names = {id(module): found for found, module in parts.model.named_modules()}
     for module in modules:
         where = f"{names[id(module)]!r} ({type(module).__name__}) of {name}"
-        _refuse_around(parts.model, module, where, ep)
         count = next((len(p) for p in module.parameters(recurse=False) if p.ndim == 3), 0)
         if not count or expert_kind(module) is None:
             raise ValueError(
@@ -34,11 +33,17 @@ def check_experts(parts: ModelParts, ep: int) -> None:
             raise ValueError(f"ep={ep} {reason} the {count} experts at {where}; use one of {choices}")
 
 
-def _refuse_around(model: nn.Module, module: nn.Module, where: str, ep: int) -> None:
-    """Adapters on experts are put around their module, or into it."""
-    around = any(getattr(outer, "base_layer", None) is module for outer in model.modules())
-    if around or hasattr(module, "parametrizations"):
-        raise ValueError(
-            f"ep={ep}: the experts at {where} have adapters, which would not lie over the same ranks; give "
-            "adapters to linear layers alone, or use ep=1"
+def refuse_adapted_experts(parts: ModelParts) -> None:
+    """Adapters on experts' own tensors are put around their module, or into it, and change what it reads."""
+    experts = {id(module) for layer in parts.layers for module in layer.experts}
+    for name, module in parts.model.named_modules():
+        inner = getattr(module, "base_layer", None)
+        is_around = any(
+            id(part) in experts for part in (inner.modules() if isinstance(inner, nn.Module) else ())
         )
+        if is_around or (id(module) in experts and hasattr(module, "parametrizations")):
+            raise ValueError(
+                f"the experts at {name!r} of {type(parts.model).__name__} have adapters on their own "
+                "tensors, which is not supported; give adapters to linear layers alone, as "
+                "seqbraid.train.lora.add_lora does"
+            )

@@ -85,6 +85,15 @@ def adapted() -> None:
     refuse(model, ring=2, ep=2)
 
 
+def adapted_beside_tp() -> None:
+    """Which peft makes of `all-linear` by itself, for a model of this class."""
+    import peft
+
+    model = tiny_model("qwen3_moe")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
+    refuse(model, tp=2)
+
+
 CASES: list[tuple[Callable[[], None], int, str]] = [
     (no_experts, 2, "ep=2 shares out experts, and LlamaForCausalLM has none; use ep=1"),
     (fewer_experts, 4, "ep=4 is more than the 2 experts at 'model.layers.0.mlp.experts'"),
@@ -95,7 +104,8 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (another_kind, 2, "(OtherExperts) of Qwen3MoeForCausalLM are not of a kind that we know"),
     (another_kind_on_one_rank, 2, "are not of a kind that we know"),
     (shared_by_layers, 2, "layers of Qwen3MoeForCausalLM share their experts"),
-    (adapted, 2, "have adapters, which would not lie over the same ranks"),
+    (adapted, 2, "'model.layers.0.mlp.experts' of Qwen3MoeForCausalLM have adapters on their own tensors"),
+    (adapted_beside_tp, 2, "give adapters to linear layers alone"),
 ]
 
 
