@@ -26,6 +26,7 @@ from seqbraid.distributed.tensor import share_matrices
 from seqbraid.models.braided import BraidedModel
 from seqbraid.models.tiny.decoders import tiny_config
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.models.unchanged import Unchanged
 
 LENGTHS = (1, 2, 63, 64, 65, 130, 257, 4000)
 SIZES = {
@@ -60,6 +61,7 @@ def step(
     if mesh.tp > 1:
         share_matrices(braided)
     placed = own_parts(model, device)
+    braided._unchanged = Unchanged(model)  # parts have shapes of their own here
     braided.to(device)
     batch = pack(random_samples(LENGTHS, 512), config, mesh, policy=policy).to(device)
     out = braided(batch)
