@@ -209,8 +209,8 @@ def test_no_rank_has_logits_or_channels_of_the_whole_model() -> None:
     (alone, _, kept_alone), *_ = ranks.run(made_on_a_rank, 1, {})
     assert any(97 in shape for shape in alone) and any(80 in shape for shape in alone)
     for made, sent, kept in ranks.run(made_on_a_rank, 2, {"tp": 2}):
-        # Norms and residuals keep a rank's own tokens. The two inputs of projections are gathered, and the loss
-        # keeps its gradient of all.
+        # Norms and residuals keep a rank's own tokens. The two inputs of projections are gathered, and the
+        # loss keeps its gradient of all.
         assert kept.count((120, 32)) == 3
         assert 3 < kept.count((60, 32)) <= kept_alone.count((120, 32)) - 2
         assert not [shape for shape in made if 97 in shape], "logits of the whole vocabulary"
