@@ -107,6 +107,11 @@ def test_families(folder: Path, family: str) -> None:
     assert_holds(folder, family, {"ulysses" if family == "gpt_oss" else "ring": 2, "ep": 2})
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
+def test_an_expert_on_each_of_four_ranks(folder: Path, family: str) -> None:
+    assert_holds(folder, family, {"dp_shard": 2, "ring": 2, "ep": 4}, micro_batches=2)
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "mixtral", "gpt_oss"])
 def test_families_beside_tp(folder: Path, family: str) -> None:
     assert_holds(folder, family, {"dp_shard": 2, "tp": 2, "ep": 2})
