@@ -169,6 +169,7 @@ def check_divisor(divisor: Any) -> Divisor | None:
     """A divisor that a user gives, as a plain number above 0 or a name."""
     if divisor is None or isinstance(divisor, str):
         return divisor
+    number: float
     try:
         number = operator.index(divisor)
     except TypeError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,7 @@ from .head import call_with_head
 from .local_tokens import HeadPart, TokenLogprobs
 from .parts import ModelParts
 from .running import normal_tensors
-from .tensor import vocabulary_rows
+from .tensor import TensorPlan, vocabulary_rows
 from .tensor_parts import own_part
 
 
@@ -34,10 +33,15 @@ class BraidedModel(Protocol):
     groups: dict[str, Group]
     kernels: Kernels
     loss_chunk: int | None
-    agree: Callable[..., Any]
-    decode: Callable[..., DecoderOutput]
-    gathered: Callable[..., Any]
-    free: Callable[[], None]
+    tensor: TensorPlan | None
+
+    def agree(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def decode(self, *args: Any, **kwargs: Any) -> DecoderOutput: ...
+
+    def gathered(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def free(self) -> None: ...
 
     @property
     def device(self) -> torch.device: ...
