@@ -68,7 +68,8 @@ CHAT_TEMPLATE = """\
     {%- for tool in tools -%}{{- '\\n' ~ (tool | tojson) -}}{%- endfor -%}
     {{- '<|im_end|>\\n' -}}
 {%- endif -%}
-{%- for message in messages if not (tools and loop.first and message.role == 'system') -%}
+{%- for message in messages -%}
+    {%- if not (tools and loop.first and message.role == 'system') -%}
     {{- '<|im_start|>' ~ ('user' if message.role == 'tool' else message.role) ~ '\\n' -}}
     {%- if message.reasoning_content -%}
         {{- '<think>\\n' ~ message.reasoning_content ~ '\\n</think>\\n\\n' -}}
@@ -78,6 +79,7 @@ CHAT_TEMPLATE = """\
         {{- '\\n<tool_call>\\n' ~ ((call.function or call) | tojson) ~ '\\n</tool_call>' -}}
     {%- endfor -%}
     {{- '<|im_end|>\\n' -}}
+    {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|im_start|>assistant\\n' -}}

@@ -7,7 +7,7 @@ the folder would become too large, what was not used for longest is deleted firs
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,20 @@ def default_folder() -> str:
 
 
 @dataclass(frozen=True)
+class Lines:
+    """JSON lines that can be read from their beginning only, until the cache has them."""
+
+    name: str
+    """Of what they are read from, for messages."""
+    seen: Sequence[str]
+    """By which it is told whether they are those of before."""
+    blocks: Callable[[], Iterable[bytes]]
+    """The lines, in blocks of bytes."""
+    instead: str = "unpack the file yourself"
+    """What a user may do where there is no room for them."""
+
+
+@dataclass(frozen=True)
 class RecordCache:
     """Where files are unpacked to."""
 
@@ -44,24 +58,27 @@ class RecordCache:
 
     def unpacked(self, path: str) -> Path:
         """The JSON lines of a file, made now unless they are there."""
+        seen = [os.path.realpath(path), str(os.stat(path).st_mtime_ns), file_fingerprint(Path(path))]
+        return self.lines(Lines(path, seen, lambda: json_lines(path)))
+
+    def lines(self, lines: Lines) -> Path:
+        """The file of some JSON lines, written now unless it is there."""
         folder = Path(self.folder or default_folder())
-        status = os.stat(path)
-        seen = [VERSION, os.path.realpath(path), str(status.st_mtime_ns), file_fingerprint(Path(path))]
-        found = folder / f"{digest(seen)}.jsonl"
+        found = folder / f"{digest([VERSION, *lines.seen])}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if found not in _locks or not found.exists():
-                _locks[found] = self._held(found, path)
+                _locks[found] = self._held(found, lines)
             with suppress(PermissionError):
                 os.utime(found)
             return found
         except OSError as error:
             raise ValueError(
-                f"{path} cannot be unpacked to {folder}: {error.strerror or error}; give another folder as "
-                "data.cache, or unpack it yourself"
+                f"{lines.name} cannot be unpacked to {folder}: {error.strerror or error}; give another folder "
+                f"as data.cache, or {lines.instead}"
             ) from error
 
-    def _held(self, found: Path, path: str) -> IO[bytes]:
+    def _held(self, found: Path, lines: Lines) -> IO[bytes]:
         """A lock that all readers share; the first of them writes the file, while the others wait."""
         while True:
             lock = _lock_file(found).open("ab")
@@ -75,34 +92,34 @@ class RecordCache:
                 except OSError:  # a file system without locks: each process unpacks it, to the same bytes
                     pass
                 if not found.exists():
-                    self._write(found, path)
+                    self._write(found, lines)
             _flock(lock, "LOCK_SH")
             with suppress(OSError):  # both may have been deleted between two of these lines
                 if found.exists() and os.fstat(lock.fileno()).st_ino == _lock_file(found).stat().st_ino:
                     return lock
             lock.close()
 
-    def _write(self, found: Path, path: str) -> None:
+    def _write(self, found: Path, lines: Lines) -> None:
         fresh = found.with_suffix(f".{os.getpid()}.tmp")
         try:
             with fresh.open("wb") as file:
-                self._copy(file, json_lines(path), found, path)
+                self._copy(file, found, lines)
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(found)
         finally:
             fresh.unlink(missing_ok=True)
 
-    def _copy(self, file: IO[bytes], blocks: Iterable[bytes], found: Path, path: str) -> None:
+    def _copy(self, file: IO[bytes], found: Path, lines: Lines) -> None:
         written, room = 0, self.limit - _size(found.parent)
-        for block in blocks:
+        for block in lines.blocks():
             written += len(block)
             while written > room:
                 freed = _free_oldest(found)
                 if not freed:
                     raise ValueError(
-                        f"{path} unpacks to more than is left of data.cache_gib={self.limit / GIB:g} in "
-                        f"{found.parent}; raise it, or unpack the file yourself"
+                        f"{lines.name} unpacks to more than is left of data.cache_gib={self.limit / GIB:g} "
+                        f"in {found.parent}; raise it, or {lines.instead}"
                     )
                 room += freed
             file.write(block)

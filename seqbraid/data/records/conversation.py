@@ -80,7 +80,13 @@ RECORD_KEYS = (
     *("messages", "conversations", "query", "response", "history", "system", "tools"),
     *MEDIA_KEYS,
 )
-TURN_KEYS = (*EXTRA, *LOSS_KEYS, "loss_scale")
+REFUSED = {
+    "loss_scale": 'use "loss": true or false',
+    "train_detail": 'a turn has labels as a whole or not at all: use "train": true or false',
+}
+"""Keys of ms-swift and axolotl for what has labels that are not supported, and what to use instead."""
+
+TURN_KEYS = (*EXTRA, *LOSS_KEYS, *REFUSED)
 """Keys of a turn beside its speaker and what it says."""
 
 
@@ -312,8 +318,9 @@ def _turn(where: str, role: Role, parts: Sequence[str | MediaRef], message: Mapp
 
 def _weight(message: Mapping[str, Any], role: Role, where: str) -> float:
     """What a turn's labels count; 0 where it has none."""
-    if message.get("loss_scale") is not None:
-        raise ValueError(f'{where}.loss_scale is not supported; use "loss": true or false')
+    for refused, instead in REFUSED.items():
+        if message.get(refused) is not None:
+            raise ValueError(f"{where}.{refused} is not supported; {instead}")
     given = [key for key in LOSS_KEYS if message.get(key) is not None]
     if len(given) > 1:
         raise ValueError(f"{where} has both `{given[0]}` and `{given[1]}`; keep one")

@@ -13,16 +13,11 @@ from .cache import RecordCache
 from .formats import FormatName, check_format, check_ignored
 from .jsonl import digest
 from .plain_json import show
-from .source import JoinedSource, Source, expand, open_source
+from .source import JoinedSource, Source, expand, open_source, open_stream
 
 __all__ = ["Described", "MixedSource", "RecordOptions", "SourceSpec", "open_mix", "parse_specs"]
 
 Specs = str | Sequence[str | Mapping[str, Any]]
-
-STREAMING = (
-    "a streamed dataset can only be read from its beginning, so that an epoch would not be a permutation, "
-    "and a run could not go on bit for bit; leave `streaming` out, so that `datasets` downloads it once"
-)
 
 
 @dataclass(frozen=True)
@@ -53,6 +48,10 @@ class SourceSpec:
     weight: float | None = None
     """The source's share of the samples, relative to the others' weights."""
     options: RecordOptions = field(default_factory=RecordOptions)
+    streaming: bool = False
+    """Read a dataset of the Hub without downloading more of it than is read."""
+    take: int | None = None
+    """So many records of a stream; all when left out."""
 
 
 class DescribedSource:
@@ -96,11 +95,15 @@ class MixedSource(JoinedSource):
 def open_mix(specs: Specs, cache: RecordCache | None = None) -> Source:
     """Open the sources that a configuration names: joined, or mixed where they have weights."""
     found = parse_specs(specs)
+    cache = RecordCache() if cache is None else cache
     named = [[name for path in _paths(spec) for name in expand(path)] for spec in found]
     sources: list[Source] = []
     for number, spec in enumerate(found):
         others = [name for other in (*named[:number], *named[number + 1 :]) for name in other]
-        source = open_source(_paths(spec), cache, beside=others)
+        if spec.streaming:
+            source = open_stream(_paths(spec)[0], spec.take, cache)
+        else:
+            source = open_source(_paths(spec), cache, beside=others)
         sources.append(source if spec.options == RecordOptions() else DescribedSource(source, spec.options))
     if found and found[0].weight is not None:
         return MixedSource(sources, [spec.weight or 0.0 for spec in found])
@@ -136,12 +139,9 @@ def _spec(entry: Any, where: str) -> SourceSpec:
         raise ValueError(
             f"{where} is a path or an entry such as {{path: a.jsonl, weight: 0.5}}, not {show(entry)}"
         )
-    known = ["path", "weight", *(field.name for field in fields(RecordOptions))]
+    known = ["path", "weight", "streaming", "take", *(field.name for field in fields(RecordOptions))]
     for key in entry:
-        if key == "streaming":
-            if entry[key]:
-                raise ValueError(f"{where}.streaming: {STREAMING}")
-        elif key not in known:
+        if key not in known:
             near = get_close_matches(str(key), known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{where} has the unknown key {show(key)}; known are {', '.join(known)}{hint}")
@@ -160,4 +160,24 @@ def _spec(entry: Any, where: str) -> SourceSpec:
     options = RecordOptions(
         entry.get("format"), entry.get("system"), check_ignored(entry.get("ignore_keys") or (), where)
     )
-    return SourceSpec(path, None if weight is None else float(weight), options)
+    streaming, take = _stream(entry, path, where)
+    return SourceSpec(path, None if weight is None else float(weight), options, streaming, take)
+
+
+def _stream(entry: Mapping[str, Any], path: str, where: str) -> tuple[bool, int | None]:
+    """Whether a source is streamed, and how many records are read of it."""
+    streaming, take = entry.get("streaming") or False, entry.get("take")
+    if not isinstance(streaming, bool):
+        raise ValueError(f"{where}.streaming is true or false, not {show(streaming)}")
+    if streaming and not path.startswith("hf:"):
+        raise ValueError(
+            f"{where}.streaming is true, but {path} is no dataset of the Hub (hf:owner/name); files are read "
+            "at random as they are: leave `streaming` out"
+        )
+    if take is not None and (isinstance(take, bool) or not isinstance(take, int) or take < 1):
+        raise ValueError(f"{where}.take is a number of records, not {show(take)}")
+    if take is not None and not streaming:
+        raise ValueError(
+            f"{where}.take is {take}, but only what is streamed is read in part; set `streaming: true`"
+        )
+    return streaming, take

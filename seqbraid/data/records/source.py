@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from .cache import RecordCache, UnpackedSource
 from .jsonl import JsonlSource, digest, file_fingerprint
 from .plain_json import show
+from .streamed import StreamedSource, inline
 from .unpack import COMPRESSED, KINDS, LINES, is_lines, suffixes
 
 __all__ = ["DatasetSource", "JoinedSource", "JsonlSource", "Source", "open_source"]
@@ -85,7 +86,7 @@ class DatasetSource:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         try:
-            return self.dataset[index].to_pylist()[0]
+            return inline(self.dataset[index].to_pylist()[0])
         except Exception as error:
             raise ValueError(f"the record cannot be read: {type(error).__name__}: {error}") from error
 
@@ -168,15 +169,30 @@ def _open_folder(path: str) -> Source:
     return DatasetSource(dataset, Path(path).name, digest([dataset._fingerprint, *prints]))
 
 
+def open_stream(path: str, take: int | None, cache: RecordCache) -> Source:
+    """A dataset of the Hub of which no more is downloaded than is read."""
+    name, config, split = _hub_name(path)
+    builder = _call(path, _datasets().load_dataset_builder, name, config)
+    source = _call(path, StreamedSource, builder, split, path, take, cache)
+    if not len(source):
+        raise ValueError(f"{path} holds no records")
+    return source  # type: ignore[no-any-return]
+
+
 def _open_hub(path: str) -> Source:
+    name, config, split = _hub_name(path)
+    dataset = _call(path, _datasets().load_dataset, name, config, split=split)
+    return DatasetSource(dataset, path, digest([dataset._fingerprint, str(len(dataset))]))
+
+
+def _hub_name(path: str) -> tuple[str, str | None, str]:
+    """Name, configuration and split of `hf:owner/name[:config][@split]`."""
     found = re.fullmatch(
         r"hf:(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.-]+))?", path
     )
     if found is None:
         raise ValueError(f"{show(path)} is not the name of a dataset; write hf:owner/name[:config][@split]")
-    split = found["split"] or "train"
-    dataset = _call(path, _datasets().load_dataset, found["name"], found["config"], split=split)
-    return DatasetSource(dataset, path, digest([dataset._fingerprint, str(len(dataset))]))
+    return found["name"], found["config"], found["split"] or "train"
 
 
 def _datasets() -> Any:

@@ -39,6 +39,17 @@ def wrong_formats() -> Iterator[Case]:
         ),
         ("two kinds", {"prompt": "a", "completion": [ANSWER]}, "two strings or two lists"),
         ("unpaired preference", {"prompt": "a", "completion": "b", "label": True}, "preference data"),
+        ("DPO pair", {"prompt": "a", "chosen": "b", "rejected": "c"}, "examples/losses/dpo.py trains on it"),
+        (
+            "LLaMA-Factory's pair",
+            {"instruction": "a", "chosen": "b", "rejected": "c"},
+            "preference data",
+        ),
+        (
+            "axolotl's segments",
+            {"segments": [{"label": True, "text": "a"}]},
+            "fits no format: it has 'segments'",
+        ),
         ("kto tag", {"instruction": "a", "output": "b", "kto_tag": False}, "preference data"),
         ("no ids", {"input_ids": []}, "input_ids is empty"),
         ("one id", {"input_ids": [5]}, "no token after the first"),
@@ -76,6 +87,11 @@ def wrong_calls() -> Iterator[Case]:
         "half a loss": ([QUESTION, {**ANSWER, "loss": 0.5}], "a `weight` may be any number"),
         "a weight below 0": ([QUESTION, {**ANSWER, "weight": -0.5}], "weight is a number of 0 and above"),
         "a weight in words": ([QUESTION, {**ANSWER, "weight": "0.5"}], "weight is a number of 0 and above"),
+        "labels of part of a turn": (
+            [QUESTION, {**ANSWER, "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": True}]}],
+            "train_detail is not supported",
+        ),
+        "a question with labels": ([{**QUESTION, "train": True}, ANSWER], "only assistant turns have labels"),
         "arguments not JSON": (
             [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}],
             "arguments is a string that is not JSON",

@@ -191,7 +191,10 @@ def test_other_weights_or_options_are_other_data(
         ([{"path": "a", "format": "json"}], r"data.train\[0\].format='json' is no format"),
         ([{"path": "a", "system": 5}], "system is a string"),
         ([{"path": "a", "ignore_keys": ["loss"]}], r"data.train\[0\].ignore_keys has loss"),
-        ([{"path": "hf:a/b", "streaming": True}], "only be read from its beg.*permutation.*bit for bit"),
+        ([{"path": "a.jsonl", "streaming": True}], "a.jsonl is no dataset of the Hub.*leave `streaming` out"),
+        ([{"path": "hf:a/b", "streaming": "yes"}], r"data.train\[0\].streaming is true or false"),
+        ([{"path": "hf:a/b", "streaming": True, "take": 0}], r"data.train\[0\].take is a number of records"),
+        ([{"path": "hf:a/b", "take": 5}], "only what is streamed is read in part; set `streaming: true`"),
         (["a", 5], "is a path or an entry"),
     ],
 )  # fmt: skip
