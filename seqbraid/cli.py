@@ -1,4 +1,4 @@
-"""The command line: `seqbraid train | export | report | verify | layout | bench | demo | doctor`."""
+"""The command line: `seqbraid train | inspect | export | report | verify | layout | bench | demo | doctor`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _add_verify,
         _add_demo,
         _add_train,
+        _add_inspect,
         _add_export,
         _add_report,
         _add_bench,
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         add(commands)
     args, rest = parser.parse_known_args(argv)
-    if args.command == "train":
+    if args.command in ("train", "inspect"):
         args.rest = rest  # its options are those of the configuration
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -201,6 +202,30 @@ def _train(args: argparse.Namespace) -> int:
     from .train.run import train
 
     return train(args.rest)
+
+
+def _add_inspect(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="show what a run would be trained on: a packed row and its labels, statistics, steps",
+        usage="seqbraid inspect config.yaml [--html FILE] [--samples N] [--row N] [--data.row_tokens=… …]",
+        epilog="All options of `seqbraid train` can be given as well.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one HTML page into this file")
+    parser.add_argument(
+        "--samples", type=int, default=2000, help="look at so many samples, spread evenly over an epoch"
+    )
+    parser.add_argument("--row", type=int, default=0, help="the row that is shown, counted from 0")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    _say_loading(args.rest)
+    from .train.inspect.run import inspect
+
+    found = inspect(args.rest, args.html, args.samples, args.row)
+    return 1 if any(notice.stops for notice in found.notices) else 0
 
 
 def _say_loading(arguments: Sequence[str]) -> None:

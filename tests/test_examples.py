@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from seqbraid.cli import main
 from seqbraid.train.config import MeshConfig, TrainConfig
 from seqbraid.train.config_file import load_config
 from tests.helpers.ranks import run
@@ -35,6 +36,22 @@ def _train_in(folder: str, config: TrainConfig) -> None:
         train(config)
     finally:
         os.chdir(before)
+
+
+def test_the_commands_that_show_data_run_as_they_are_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "examples").symlink_to(EXAMPLES)
+    monkeypatch.chdir(folder)
+    pages = (EXAMPLES.parent / name for name in ("README.md", "docs/training.md"))
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    commands = [line.split("#")[0].split()[2:] for line in lines if line.startswith("$ seqbraid inspect")]
+    assert len(commands) >= 3
+    for command in commands:
+        assert main(command) == 0
+        shown = capsys.readouterr().out
+        assert "steps of an epoch" in shown and "It is a" in shown
+    assert "<img" in (folder / "out/data.html").read_text(encoding="utf-8")
 
 
 def test_there_are_examples_of_all_kinds() -> None:

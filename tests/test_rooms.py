@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": MODEL | {"plan"},
     "train": BELOW,
     "train/report": {"train"},
+    "train/inspect": BELOW | {"train", "train/report"},
     "train/demo": BELOW | {"train", "train/report"},
     "bench": BELOW | {"train"},
     "verify": BELOW - {"printable"},

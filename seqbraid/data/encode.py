@@ -26,6 +26,7 @@ from .plain import PlainText, within
 from .records.conversation import Conversation, Turn
 from .records.formats import FormatName, Parsed, check_format, check_ignored, parse_record
 from .records.mix import Described, RecordOptions
+from .records.parts import MediaRef
 
 
 class _Text(NamedTuple):
@@ -33,6 +34,17 @@ class _Text(NamedTuple):
     labels_T: Ints
     weights_T: NDArray[np.float32] | None = None
     """What each label counts; None where each counts once."""
+
+
+class Look(NamedTuple):
+    """A sample before its media are decoded, and what its record holds."""
+
+    ids_T: Ints
+    labels_T: Ints
+    media: list[MediaRef]
+    """In the order of the text."""
+    turns: int
+    """Of the assistant; 0 of what is no conversation."""
 
 
 class SampleEncoder:
@@ -98,6 +110,14 @@ class SampleEncoder:
         parsed, items = self._read(record)
         length = len(self._text(parsed, items).ids_T)
         return length, [media_cost(size, self.config) for size in self.media.sizes(items)]
+
+    def look(self, record: Any) -> Look:
+        """What `encode` makes of a record but for its media, of which only the headers are read."""
+        parsed, items = self._read(record)
+        text = self._text(parsed, items)
+        if not isinstance(parsed, Conversation):
+            return Look(*text, [], 0)
+        return Look(*text, parsed.media, sum(turn.role == "assistant" for turn in parsed.turns))
 
     def encode_text(self, record: Any) -> tuple[Ints, Ints] | None:
         """Ids and labels of a record, where they are its whole sample: not with media, nor with weights."""

@@ -22,20 +22,22 @@ from .formats.trl_tokens import FOLDER, KEPT, MODES, everything, generating
 
 MODEL, TOKENIZER = tiny_training_model("llama")
 OF_TRL: dict[str, Any] = json.loads(KEPT.read_text(encoding="utf-8"))["made"]
-END, CALL = "<|im_end|>", "<tool_call>\n{}\n</tool_call>" + "<|im_end|>"
+END = "<|im_end|>"
+CALL = "\n<tool_call>\n{}\n</tool_call>" + END
+WEATHER = (
+    '{"name": "get_current_weather", "arguments": {"location": "San Francisco, USA", "format": "celsius"}}'
+)
+AIR = '{"name": "realtime_aqi", "arguments": {"city": "Beijing"}}'
 
 LEARNT: dict[str, list[list[str]]] = {
     "openai_chat.jsonl": [
         ["Paris, as if everyone doesn't know that already." + END],
-        [
-            "\n" + CALL.format('{"name": "get_current_weather", "arguments": {"location": "San Francisco, USA", '
-            '"format": "celsius"}}')
-        ],
+        [CALL.format(WEATHER)],
     ],
     "ms_swift.jsonl": [
         ["Tomorrow's weather will be sunny" + END],
         ["It equals 2" + END],
-        ["\n" + CALL.format('{"name": "realtime_aqi", "arguments": {"city": "Beijing"}}'), "The air is good." + END],
+        [CALL.format(AIR), "The air is good." + END],
         ["A" + END, "B" + END],
         ["A" + END],
     ],
@@ -45,7 +47,7 @@ LEARNT: dict[str, list[list[str]]] = {
     ],
     "llama_factory_sharegpt.json": [
         [
-            "\n" + CALL.format('{"name": "calculate_discount", "arguments": {"original_price": 99, '
+            CALL.format('{"name": "calculate_discount", "arguments": {"original_price": 99, '
             '"discount_percentage": 10}}'),
             "It will cost $89.10." + END,
         ],
@@ -131,7 +133,7 @@ def test_trl_makes_what_it_made() -> None:
     [
         ({"from": "human", "value": "a", "train": True}, "train is true on a user turn; only assistant"),
         (
-            {"from": "gpt", "value": "a", "train_detail": [{"begin_offset": 0, "end_offset": 0, "train": True}]},
+            {"from": "gpt", "value": "a", "train_detail": [{"begin_offset": 0, "end_offset": 0}]},
             "train_detail is not supported; a turn has labels as a whole",
         ),
         ({"from": "gpt", "value": "a", "weight": 0.5}, "weight is 0.5.*counts every label token once"),

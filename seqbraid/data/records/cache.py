@@ -74,8 +74,8 @@ class RecordCache:
             return found
         except OSError as error:
             raise ValueError(
-                f"{lines.name} cannot be unpacked to {folder}: {error.strerror or error}; give another folder "
-                f"as data.cache, or {lines.instead}"
+                f"{lines.name} cannot be unpacked to {folder}: {error.strerror or error}; give another "
+                f"folder as data.cache, or {lines.instead}"
             ) from error
 
     def _held(self, found: Path, lines: Lines) -> IO[bytes]:

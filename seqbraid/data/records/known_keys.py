@@ -43,8 +43,8 @@ def refuse_preferences(item: Mapping[Any, Any], ignored: Collection[str], where:
             raise ValueError(
                 f"{where} has the key {key[:60]!r}, so it is preference data (DPO, KTO), which `seqbraid "
                 "train` does not support: supervised training would train on rejected answers too. "
-                "examples/losses/dpo.py trains on it; or keep the chosen answers only, or, if all answers may "
-                "be trained on, list the key in data.ignore_keys"
+                "examples/losses/dpo.py trains on it; or keep the chosen answers only, or, if all answers "
+                "may be trained on, list the key in data.ignore_keys"
             )
 
 

@@ -23,6 +23,7 @@ BLOCK = 2**20
 LINES = (".jsonl", ".ndjson")
 TABLES = {".csv": ",", ".tsv": "\t"}
 COMPRESSED = (".gz", ".zst")
+OF_NUMBERS = "+-.eE0123456789"
 KINDS = (*LINES, ".json", *TABLES)
 
 
@@ -167,7 +168,8 @@ def _element_end(text: _Text, scan: Any) -> int:
     while True:
         try:
             end: int = scan(text.text, text.place)[1]
-            if end < len(text.text) or text.ended:  # a number may go on where the text stops
+            # A number may go on where the text stops: of "-0." what is before the point is one already.
+            if text.ended or (end < len(text.text) and text.text[end] not in OF_NUMBERS):
                 return end
         except json.JSONDecodeError as error:
             if text.ended:

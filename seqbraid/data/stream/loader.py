@@ -75,6 +75,14 @@ class Reading:
     """Where samples that are skipped are listed, one JSON object per line."""
 
 
+def order_of(source: Source, rows: RowOptions) -> SampleOrder:
+    """In which order a run draws the samples of a source."""
+    drawn = rows.seed, rows.shuffle, rows.epochs
+    if isinstance(source, Mixed):
+        return MixedOrder(source.sizes, source.weights, *drawn)
+    return SampleOrder(len(source), *drawn)
+
+
 class Loader:
     """Iterates over the steps of a run; every rank makes one, and calls it, as often as the others do.
 
@@ -132,11 +140,7 @@ class Loader:
         """The order of the samples, the workers, and the planner of the steps."""
         source, rows, mesh = reading.source, self._rows, self._mesh
         options.check()
-        drawn = rows.seed, rows.shuffle, rows.epochs
-        if isinstance(source, Mixed):
-            self._order: SampleOrder = MixedOrder(source.sizes, source.weights, *drawn)
-        else:
-            self._order = SampleOrder(len(source), *drawn)
+        self._order = order_of(source, rows)
         texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes, rows.over_long == "split")
         in_row = mesh.row_rank, mesh.row_size
         planner = None if prepare is None else prepare.plan

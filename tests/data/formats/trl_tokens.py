@@ -1,6 +1,7 @@
-"""What TRL's own data preparation makes of its formats: `python -m tests.data.formats.trl_tokens` writes `trl.json`.
+"""What TRL's own data preparation makes of its formats.
 
-It needs TRL (`pip install trl==1.16.0`), which nothing else here does.
+`python -m tests.data.formats.trl_tokens` writes `trl.json`. It needs TRL (`pip install trl==1.16.0`), which
+nothing else here does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def generating(template: str) -> str:
     inner = template[begin:stop] + "    {{- '<|im_end|>' -}}\n"
     tagged = "    {%- generation -%}\n" + inner + "    {%- endgeneration -%}\n    {{- '\\n' -}}\n"
     plain = template[begin:stop] + TEMPLATE_END
-    both = f"    {{%- if message.role == 'assistant' -%}}\n{tagged}    {{%- else -%}}\n{plain}    {{%- endif -%}}\n"
+    of_whom = "    {%- if message.role == 'assistant' -%}\n"
+    both = f"{of_whom}{tagged}    {{%- else -%}}\n{plain}    {{%- endif -%}}\n"
     return template[:begin] + both + template[stop + len(TEMPLATE_END) :]
 
 
@@ -42,7 +44,7 @@ def records(name: str) -> list[dict[str, Any]]:
 
 
 def prepared(name: str, tokenizer: Any, assistant_only: bool = False) -> list[dict[str, list[int]]]:
-    """Ids and labels of the records of a file, by the method of TRL's `SFTTrainer` that prepares a data set."""
+    """Ids and labels of the records of a file, by the method of TRL's `SFTTrainer` that prepares data."""
     from datasets import Dataset
     from trl import SFTTrainer
 

@@ -1,4 +1,4 @@
-"""What is streamed from the Hub is read once, and then at random; pictures within tables are read from there."""
+"""What is streamed from the Hub is read once, and then at random; pictures are read from within tables."""
 
 from __future__ import annotations
 
