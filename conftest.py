@@ -1,6 +1,7 @@
 """One thread, since the models are tiny, and what the examples in docstrings take for granted."""
 
 import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 import seqbraid
 
 torch.set_num_threads(1)
+
+# Where runs keep what they unpack and tokenize: not among the user's own.
+_CACHES = tempfile.TemporaryDirectory(prefix="seqbraid-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHES.name
 
 # They have no examples, and need Triton to be imported.
 collect_ignore_glob = ["seqbraid/ops/*_triton.py"]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tokenizers
 import torch
+import transformers
 from numpy.typing import NDArray
 
 from ..layout.labels import IGNORE
@@ -25,6 +29,7 @@ from .media.placeholders import Expanded, Placeholder, Placeholders
 from .plain import PlainText, within
 from .records.conversation import Conversation, Turn
 from .records.formats import FormatName, Parsed, check_format, check_ignored, parse_record
+from .records.jsonl import digest
 from .records.mix import Described, RecordOptions
 from .records.parts import MediaRef
 
@@ -100,6 +105,29 @@ class SampleEncoder:
     def chat(self) -> ChatTemplate:
         """The chat template, which a model of plain text need not have."""
         return ChatTemplate(self.processor, self.template_options)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes with whatever decides which tokens and labels a text has: tokenizer, template, options, and
+        the code that reads records.
+        """
+        tokenizer = self.tokenizer
+        said = [
+            tokenizer.special_tokens_map,
+            self.template_options,
+            sorted(self.ignored_keys),
+            self.media_ids,
+        ]
+        said += [
+            self.format,
+            self.system,
+            self.plain.end,
+            self.plain.vocabulary,
+            type(self.processor).__name__,
+        ]
+        template = getattr(self.processor, "chat_template", None) or tokenizer.chat_template
+        rules = tokenizer.backend_tokenizer.to_str()
+        return digest([code_digest(), rules, json.dumps([template, *said], default=str)])
 
     def length(self, record: Any) -> int:
         """How many tokens `encode` makes of a record; of its media only the headers are read."""
@@ -296,6 +324,15 @@ class SampleEncoder:
         brackets = (f"{kind}_{end}_token_id" for kind in ("vision", "audio") for end in ("start", "end"))
         found_ids = (getattr(config, bracket, None) for bracket in brackets)
         return [*wanted_ids.values(), *(found for found in found_ids if found is not None)]
+
+
+@cache
+def code_digest() -> str:
+    """Of the files that make samples of records, and of the versions of what they are made with."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return digest(
+        [tokenizers.__version__, transformers.__version__, *(file.read_text("utf-8") for file in files)]
+    )
 
 
 def _media_options(options: Mapping[str, Any]) -> MediaOptions:

@@ -69,6 +69,8 @@ class DataConfig:
     the user's folder for caches when left out."""
     cache_gib: float = 100.0
     """The most that folder may hold; what was not used for longest is deleted from it."""
+    token_cache_gib: float = 8.0
+    """The most it may hold of what was tokenized, kept so that a second start is quick; 0 keeps none."""
     row_tokens: int = 8192
     """Tokens of a packed row: the maximum sequence length, and the micro-batch of `ring × ulysses` ranks."""
     over_long: OverLong = "error"
@@ -226,6 +228,8 @@ class TrainConfig:
             )
         if not data.cache_gib > 0:
             raise ValueError(f"data.cache_gib={data.cache_gib} must be above 0")
+        if not data.token_cache_gib >= 0:
+            raise ValueError(f"data.token_cache_gib={data.token_cache_gib} must be at least 0 (0 keeps none)")
         if steps.batch_tokens % data.row_tokens:
             below = steps.batch_tokens // data.row_tokens * data.row_tokens
             choices = " or ".join(str(n) for n in (below, below + data.row_tokens) if n)
@@ -302,7 +306,7 @@ def _template(given: str | None) -> str | None:
 
 
 OF_A_MACHINE = ("model", "out", "data.train", "data.eval", "data.media_root", "data.workers")
-OF_A_MACHINE += ("data.cache", "data.cache_gib")
+OF_A_MACHINE += ("data.cache", "data.cache_gib", "data.token_cache_gib")
 """What may differ from rank to rank: where things lie. What is in them is compared elsewhere."""
 
 

@@ -22,6 +22,7 @@ from ..data.records.mix import open_mix
 from ..data.records.source import Source
 from ..data.stream.loader import Loader, Reading
 from ..data.stream.plan import RowOptions
+from ..data.stream.token_cache import TokenCache
 from ..data.stream.workers import WorkerOptions
 from ..data.tiny import tiny_training_model
 from ..distributed.api import parallelize
@@ -213,5 +214,6 @@ def _loader(
     data, mesh = config.data, prepare.mesh
     workers = WorkerOptions(data.workers, data.prefetch_steps, config.timeouts.loader)
     make_encoder = EncoderFactory(config.model, data, prepare.config)
-    reading = Reading(open_data(paths, data, mesh), make_encoder, bad_file)
+    tokens = TokenCache(data.cache, data.token_cache_gib * GIB) if data.token_cache_gib else None
+    reading = Reading(open_data(paths, data, mesh), make_encoder, bad_file, tokens)
     return Loader(reading, mesh, rows, workers, prepare, where)

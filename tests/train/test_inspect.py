@@ -176,8 +176,10 @@ def test_the_command_shows_pictures_and_labels_on_a_terminal_and_a_page(data: Pa
     answers = re.findall("\x1b\\[30;102m(.*?)\x1b\\[0m", text)
     assert answers[0] == " has labels " and len(answers) > 3
     assert all(re.fullmatch(r"The (number|answer) is \d+\.<\|im_end\|>", one) for one in answers[1:])
-    assert "\x1b[38;2;255;0;0;48;2;255;0;0m▀" in text  # the red picture, two pixels in a cell
-    assert "\x1b[30;103m image red.png: " in text and "24 samples" not in text
+    names = set(re.findall("\x1b\\[30;103m image (\\w+).png: ", text))
+    for name, color in (("red", "255;0;0"), ("blue", "0;0;255")):  # two pixels in a cell
+        assert (f"\x1b[38;2;{color};48;2;{color}m▀" in text) == (name in names)
+    assert names
     found = Parsed(page.read_text(encoding="utf-8"))
     assert found.sources and all(one.startswith("data:image/png;base64,") for one in found.sources)
     pictures = [one for one in found.media[1:] if one]  # the first is of the legend

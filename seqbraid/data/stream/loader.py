@@ -23,6 +23,7 @@ from .order import MixedOrder, SampleOrder
 from .plan import BadSample, Draw, PlannedStep, RowOptions, StepPlanner
 from .tasks import Encoder, Refused, Tasks
 from .texts import Texts
+from .token_cache import TokenCache
 from .workers import NoWorkers, WorkerOptions, Workers
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Reading:
     """Makes the encoder, once per worker process; picklable if there are workers."""
     bad_file: Path | None = None
     """Where samples that are skipped are listed, one JSON object per line."""
+    tokens: TokenCache | None = None
+    """What earlier runs have tokenized."""
 
 
 def order_of(source: Source, rows: RowOptions) -> SampleOrder:
@@ -144,7 +147,9 @@ class Loader:
         texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes, rows.over_long == "split")
         in_row = mesh.row_rank, mesh.row_size
         planner = None if prepare is None else prepare.plan
-        tasks = Tasks(source, reading.make_encoder, rows.row_tokens, *in_row, rows.over_long, planner)
+        tasks = Tasks(
+            source, reading.make_encoder, rows.row_tokens, *in_row, rows.over_long, planner, reading.tokens
+        )
         if options.workers:
             self._workers: Workers | NoWorkers = Workers(tasks, options.workers, options.sample_limit_s)
         else:

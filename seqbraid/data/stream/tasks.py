@@ -15,6 +15,7 @@ from torch import Tensor
 from ...layout.labels import num_targets
 from .plan import BAD, Draw, Measured, OverLong
 from .texts import compact
+from .token_cache import TokenCache, Tokenized
 
 if TYPE_CHECKING:
     from ..records.source import Source
@@ -46,6 +47,16 @@ class KeepsText(Protocol):
 
     def encode_text(self, record: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
         """All that `encode` gives of it, `input_ids` and `labels`; None if it has media."""
+        ...
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """An encoder whose texts may be kept for other runs."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with whatever decides which tokens and labels a text has."""
         ...
 
 
@@ -88,6 +99,7 @@ class Tasks:
         num_ranks: int = 1,
         over_long: OverLong = "error",
         planner: Callable[[Sequence[int]], Any] | None = None,
+        tokens: TokenCache | None = None,
     ) -> None:
         self.source = source
         self.make_encoder = make_encoder
@@ -98,13 +110,18 @@ class Tasks:
         self._latest: tuple[int, dict[str, Any]] | None = None  # a document, of which more pieces may come
         self.plan = planner
         """What is made of a row's lengths alone."""
+        self.tokens = tokens
+        """What earlier runs have tokenized."""
         self.at: Callable[[int], None] | None = None
         """Is told which sample is next, by the process that does the tasks."""
 
     @cached_property
     def encoder(self) -> Encoder:
         """The encoder of this process, made on first use."""
-        return self.make_encoder()
+        encoder = self.make_encoder()
+        if self.tokens is not None and isinstance(encoder, Fingerprinted):
+            self.tokens.open(self.source.fingerprint, encoder.fingerprint, len(self.source))
+        return encoder
 
     def measure(self, unmeasured: Unmeasured) -> list[Measured]:
         """Lengths of samples, or why they are bad; with what their media cost, if ranks share them, and with
@@ -121,6 +138,8 @@ class Tasks:
             elif measured.text is not None:
                 space -= measured.text.nbytes
             found.append(measured)
+        if self.tokens is not None:
+            self.tokens.flush()
         return found
 
     def encode(self, samples: Sequence[Wanted]) -> list[dict[str, Any] | Refused]:
@@ -141,26 +160,49 @@ class Tasks:
 
     def _measured(self, sample: int) -> Measured:
         record, costs = self.source[sample], list[float]()
-        text = self.encoder.encode_text(record) if isinstance(self.encoder, KeepsText) else None
+        text = self._tokenized(sample, record)
         if text is not None:
-            length = len(text[0])
+            length = len(text.ids_T)
         elif self.num_ranks > 1 and isinstance(self.encoder, SharesMedia):
             length, costs = self.encoder.measure(record)
         else:
             length = operator.index(self.encoder.length(record))
         if not 1 <= length <= LONGEST:
             raise ValueError(f"length() gave {length}; a sample has 1 to {LONGEST} tokens")
-        lost: int = getattr(self.encoder, "without_reasoning", 0)
+        lost: int = text.without_reasoning if text else getattr(self.encoder, "without_reasoning", 0)
         splits = self.over_long == "split"
-        if splits and length > self.row_tokens and not getattr(self.encoder, "all_labelled", False):
+        if splits and length > self.row_tokens and not (text and text.all_labelled):
             raise ValueError(
                 f"{length} tokens, but a row holds {self.row_tokens}, and over_long='split' cuts only "
                 f"text of which every token is a label; leave the sample out, or use row_tokens >= {length}"
             )
         if text is None or (length > self.row_tokens and self.over_long not in ("truncate", "split")):
             return Measured(sample, length, media_costs=tuple(costs), without_reasoning=lost)
-        kept = compact(*text, length if splits else self.row_tokens)
+        kept = compact(text.ids_T, text.labels_T, length if splits else self.row_tokens)
         return Measured(sample, length, text=kept, without_reasoning=lost)
+
+    def _tokenized(self, sample: int, record: Any) -> Tokenized | None:
+        """A sample without media; None for one with media, and where the encoder does not tell them apart."""
+        if not isinstance(self.encoder, KeepsText):
+            return None
+        found = None if self.tokens is None else self.tokens.get(sample, record)
+        if found is not None:
+            return found
+        text = self.encoder.encode_text(record)
+        if text is None:
+            return None
+        about = getattr(self.encoder, "without_reasoning", 0), getattr(self.encoder, "all_labelled", False)
+        made = Tokenized(*text, *about)
+        if self.tokens is not None:
+            self.tokens.put(sample, record, made)
+        return made
+
+    def _whole(self, sample: int, record: Any) -> dict[str, Any]:
+        """A sample as its encoder makes it, or as it made it before."""
+        found = None if self.tokens is None else self.tokens.get(sample, record)
+        if found is None:
+            return dict(self.encoder.encode(record))
+        return {"input_ids": torch.from_numpy(found.ids_T), "labels": torch.from_numpy(found.labels_T)}
 
     def _encoded(self, wanted: Wanted) -> dict[str, Any] | Refused:
         draw, media_ranks = wanted
@@ -173,7 +215,7 @@ class Tasks:
             assert isinstance(self.encoder, SharesMedia)
             sample = dict(self.encoder.encode(record, media_ranks, self.rank))
         else:
-            sample = dict(self.encoder.encode(record))
+            sample = self._whole(draw.sample, record)
         check_finite(sample)
         length = len(sample["input_ids"])
         if length != draw.length:
@@ -183,7 +225,7 @@ class Tasks:
     def _document(self, draw: Draw) -> dict[str, Any]:
         """The whole document of a piece, which is kept for its other pieces."""
         if self._latest is None or self._latest[0] != draw.sample:
-            sample = dict(self.encoder.encode(self.source[draw.sample]))
+            sample = self._whole(draw.sample, self.source[draw.sample])
             self._latest = draw.sample, sample
         sample = self._latest[1]
         if len(sample["input_ids"]) != draw.whole:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -139,8 +140,6 @@ def _said(piece: Piece) -> str:
 
 def _picture(picture: object) -> Text:
     """Two pixels in a cell, the upper one in its foreground."""
-    import numpy as np
-
     pixels = np.asarray(picture)
     pixels = pixels[: len(pixels) // 2 * 2]
     text = Text()
