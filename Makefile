@@ -8,7 +8,7 @@ READY = $(VENV)/.ready
 KERNELS = $(VENV)/kernels
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: setup test test-oldest lint demo bench models chaos soak matrix losses clean
+.PHONY: setup test test-oldest lint demo bench screens models chaos soak matrix losses clean
 
 setup: $(READY)
 
@@ -45,6 +45,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/loss_memory.py
 	$(BIN)/python benchmarks/memory_per_rank.py
+
+# Pictures of what users see, into out/screens, to be looked at: terminals through tmux, pages through Chromium
+# (apt-get install tmux chromium).
+screens: $(READY)
+	$(BIN)/python -m tests.screens
 
 # What holds for every causal language model type of transformers, into docs/models.md; goes on where it was stopped.
 models: $(READY)

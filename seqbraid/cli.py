@@ -1,4 +1,4 @@
-"""The command line: `seqbraid train | inspect | export | report | verify | layout | bench | demo | doctor`."""
+"""The command line: `seqbraid train | inspect | export | report | verify | layout | bench | demo | …`."""
 
 from __future__ import annotations
 

@@ -144,8 +144,10 @@ class SampleEncoder:
         parsed, items = self._read(record)
         text = self._text(parsed, items)
         if not isinstance(parsed, Conversation):
-            return Look(*text, [], 0)
-        return Look(*text, parsed.media, sum(turn.role == "assistant" for turn in parsed.turns))
+            return Look(text.ids_T, text.labels_T, [], 0)
+        return Look(
+            text.ids_T, text.labels_T, parsed.media, sum(turn.role == "assistant" for turn in parsed.turns)
+        )
 
     def encode_text(self, record: Any) -> tuple[Ints, Ints] | None:
         """Ids and labels of a record, where they are its whole sample: not with media, nor with weights."""

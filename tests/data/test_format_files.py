@@ -131,12 +131,12 @@ def test_trl_makes_what_it_made() -> None:
 @pytest.mark.parametrize(
     ("turn", "reason"),
     [
-        ({"from": "human", "value": "a", "train": True}, "train is true on a user turn; only assistant"),
+        ({"from": "human", "value": "a", "train": True}, "train is True .* on a user turn; only assistant"),
         (
             {"from": "gpt", "value": "a", "train_detail": [{"begin_offset": 0, "end_offset": 0}]},
             "train_detail is not supported; a turn has labels as a whole",
         ),
-        ({"from": "gpt", "value": "a", "weight": 0.5}, "weight is 0.5.*counts every label token once"),
+        ({"from": "gpt", "value": "a", "loss": 0.5}, "give 0 or 1, true or false; a `weight` may be any"),
         ({"from": "gpt", "value": "a", "loss_scale": 2.0}, "loss_scale is not supported"),
     ],
 )  # fmt: skip

@@ -173,10 +173,10 @@ def test_the_command_shows_pictures_and_labels_on_a_terminal_and_a_page(data: Pa
     os.close(ours)
     assert process.wait() == 0, printed.decode()
     text = printed.decode()
-    answers = re.findall("\x1b\\[30;102m(.*?)\x1b\\[0m", text)
+    answers = re.findall("\x1b\\[38;2;11;46;23;48;2;166;227;180m(.*?)\x1b\\[0m", text)
     assert answers[0] == " has labels " and len(answers) > 3
     assert all(re.fullmatch(r"The (number|answer) is \d+\.<\|im_end\|>", one) for one in answers[1:])
-    names = set(re.findall("\x1b\\[30;103m image (\\w+).png: ", text))
+    names = set(re.findall("\x1b\\[38;2;61;44;0;48;2;245;212;138m image (\\w+).png: ", text))
     for name, color in (("red", "255;0;0"), ("blue", "0;0;255")):  # two pixels in a cell
         assert (f"\x1b[38;2;{color};48;2;{color}m▀" in text) == (name in names)
     assert names

@@ -171,11 +171,8 @@ class Tasks:
             raise ValueError(f"length() gave {length}; a sample has 1 to {LONGEST} tokens")
         lost: int = text.without_reasoning if text else getattr(self.encoder, "without_reasoning", 0)
         splits = self.over_long == "split"
-        if splits and length > self.row_tokens and not (text and text.all_labelled):
-            raise ValueError(
-                f"{length} tokens, but a row holds {self.row_tokens}, and over_long='split' cuts only "
-                f"text of which every token is a label; leave the sample out, or use row_tokens >= {length}"
-            )
+        if splits:
+            check_split(length, self.row_tokens, text is not None and text.all_labelled)
         if text is None or (length > self.row_tokens and self.over_long not in ("truncate", "split")):
             return Measured(sample, length, media_costs=tuple(costs), without_reasoning=lost)
         kept = compact(text.ids_T, text.labels_T, length if splits else self.row_tokens)
@@ -231,6 +228,15 @@ class Tasks:
         if len(sample["input_ids"]) != draw.whole:
             raise ValueError(f"length() said {draw.whole}, encode() gave {len(sample['input_ids'])}")
         return sample
+
+
+def check_split(length: int, row_tokens: int, all_labelled: bool) -> None:
+    """Refuse to split what is no plain text."""
+    if length > row_tokens and not all_labelled:
+        raise ValueError(
+            f"{length} tokens, but a row holds {row_tokens}, and over_long='split' cuts only text of which "
+            f"every token is a label; leave the sample out, or use row_tokens >= {length}"
+        )
 
 
 def check_finite(sample: Mapping[str, Any]) -> None:

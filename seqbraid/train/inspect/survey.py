@@ -15,6 +15,7 @@ from ...data.records.source import JoinedSource, Source
 from ...data.stream.loader import order_of
 from ...data.stream.order import SampleOrder
 from ...data.stream.plan import BAD, BadSample, Draw, Measured, RowOptions, StepPlanner
+from ...data.stream.tasks import check_split
 from ...layout.labels import num_targets
 
 LISTED = 5
@@ -33,7 +34,6 @@ class Seen(NamedTuple):
     turns: int
     media: Counter[str]
     without_reasoning: int
-    all_labelled: bool
 
 
 @dataclass
@@ -109,11 +109,8 @@ class Reader:
     def _look(self, sample: int) -> Seen:
         look = self.encoder.look(self.source[sample])
         length, row_tokens = len(look.ids_T), self.rows.row_tokens
-        is_document = self.encoder.all_labelled
-        if self.rows.over_long == "split" and length > row_tokens and not is_document:
-            raise ValueError(
-                f"{length} tokens, but a row holds {row_tokens}, and it is no plain text to split"
-            )
+        if self.rows.over_long == "split":
+            check_split(length, row_tokens, self.encoder.all_labelled)
         cuts = self.rows.over_long == "truncate"
         return Seen(
             int(np.searchsorted(self._ends, sample, side="right")),
@@ -123,7 +120,6 @@ class Reader:
             look.turns,
             Counter(ref.kind for ref in look.media),
             self.encoder.without_reasoning,
-            is_document,
         )
 
 

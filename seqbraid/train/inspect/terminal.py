@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from rich import box
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.style import Style
@@ -16,17 +17,19 @@ from ..config import TrainConfig
 from .findings import Findings, Spread
 from .packed import PackedRow, PackedSample, Piece, name_of, thumbnail
 
-LABELLED = Style(color="black", bgcolor="bright_green")
+# Named by their values: themes of terminals have greens and yellows on which black cannot be read.
+LABELLED = Style(color="#0b2e17", bgcolor="#a6e3b4")
 CONTEXT = Style()
-PLACEHOLDER = Style(color="black", bgcolor="bright_yellow")
+PLACEHOLDER = Style(color="#3d2c00", bgcolor="#f5d48a")
 BAR_CELLS = 28
 BINS = 12
 SHOWN_TEXT = 2000
 """Characters of a sample that are shown; of longer ones the beginning and the end."""
 SHOWN_SAMPLES = 12
 SHOWN_SOURCES = 20
-PICTURE_CELLS = 24
-"""Width of a thumbnail; a cell shows two pixels, one above the other."""
+SHOWN_PICTURES = 8
+PICTURE_CELLS = 18
+"""Width and height of a thumbnail; a cell shows two pixels, one above the other."""
 
 
 def show(
@@ -91,12 +94,10 @@ def _row(packed: PackedRow, encoder: SampleEncoder, colors: bool) -> list[Render
     shown: list[RenderableType] = [legend]
     for number, sample in enumerate(packed.samples[:SHOWN_SAMPLES]):
         parts: list[RenderableType] = [_text(sample, colors)]
-        for piece in sample.pieces:
-            picture = (
-                thumbnail(encoder, piece.ref, PICTURE_CELLS) if piece.ref is not None and colors else None
-            )
-            if picture is not None:
-                parts.append(_picture(picture))
+        refs = [piece.ref for piece in sample.pieces if piece.ref is not None] if colors else []
+        pictures = [thumbnail(encoder, ref, PICTURE_CELLS) for ref in refs[:SHOWN_PICTURES]]
+        if any(pictures):
+            parts.append(Columns([_picture(picture) for picture in pictures if picture is not None]))
         head = f"{number} · {printable(sample.where)} · {sample.tokens:,} tokens, {sample.labels:,} labels"
         shown.append(
             Panel(
