@@ -127,8 +127,11 @@ def _histogram(spread: Spread) -> str:
     ends += f"<text x='{width}' y='{height + 15}' text-anchor='end'>{bins[-1][1]:,}</text>"
     middle = f"median {spread.at(0.5):,}, 95 % up to {spread.at(0.95):,}, most {spread.at(1):,} {spread.unit}"
     name = escape(spread.name[0].upper() + spread.name[1:])
+    said = f"<h2>{name}</h2><p class='soft'>{middle}</p>"
+    if len(bins) < 2:
+        return f"<div>{said}</div>"
     return (
-        f"<div><h2>{name}</h2><p class='soft'>{middle}</p>"
+        f"<div>{said}"
         f"<svg viewBox='0 0 {width} {height + 20}' role='img' font-size='11' fill='currentColor'>"
         f"<title>{name}</title>{bars}{ends}</svg></div>"
     )

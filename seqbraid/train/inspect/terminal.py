@@ -84,7 +84,7 @@ def _histogram(spread: Spread) -> RenderableType:
         bar = "█" * round(BAR_CELLS * many / most) or ("▏" if many else "")
         name = f"{low:,}" if low == high else f"{low:,} to {high:,}"
         table.add_row(name, f"{many:,}", Text(bar, style="cyan"))
-    return Group(title, table, Text())
+    return Group(title, Text()) if len(bins) < 2 else Group(title, table, Text())
 
 
 def _row(packed: PackedRow, encoder: SampleEncoder, colors: bool) -> list[RenderableType]:
