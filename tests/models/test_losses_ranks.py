@@ -13,8 +13,10 @@ import seqbraid as sb
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.media import mixed_samples, tiny_media_config, tiny_media_model
 from seqbraid.models.tiny.samples import random_samples
+from seqbraid.verify.loss_mutants import LOSS_MUTANTS
 from seqbraid.verify.objective import POLICY, with_fields
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
+from seqbraid.verify.verdict import ALLOWANCE
 from tests.helpers import ranks
 
 LENGTHS = (1, 2, 63, 65, 130, 40)
@@ -75,3 +77,18 @@ def test_a_loss_of_tokens_and_samples_equals_plain_code(folder: Path, family: st
     path = prepared(folder, family, axes.get("dp_shard", 1))
     for holds, worst in ranks.run(verdict, math.prod(axes.values()), path, family, axes):
         assert holds, worst
+
+
+def caught(path: str, name: str) -> tuple[float, bool]:
+    """On one rank: how far off the check is with the defect, and whether it holds without."""
+    (mutant,) = (m for m in LOSS_MUTANTS if m.name == name)
+    with mutant.switched_on():
+        _, worst = verdict(path, mutant.check, mutant.mesh)
+    return worst.ratio, verdict(path, mutant.check, mutant.mesh)[0]
+
+
+@pytest.mark.parametrize("mutant", LOSS_MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_defect_is_caught(folder: Path, mutant: Any) -> None:
+    path = prepared(folder, mutant.check, 1)
+    for ratio, healthy in ranks.run(caught, mutant.world_size, path, mutant.name):
+        assert healthy and ratio > 10 * ALLOWANCE
