@@ -32,4 +32,5 @@ def train_step(
 ) -> sb.StepOutput:
     """Mean over label tokens; the teacher is on the same mesh and has the same vocabulary."""
     batches = [batch.with_fields(teacher=teacher.hidden_states(batch)) for batch in batches]
-    return sb.forward_backward(model, batches, Distillation(teacher.head_weight()))
+    head = teacher.head_weight().to(batches[0].fields["teacher"].dtype)  # what the teacher computes in
+    return sb.forward_backward(model, batches, Distillation(head))

@@ -111,6 +111,23 @@ def test_log_probabilities_in_an_own_loop_equal_plain_code(axes: dict[str, int])
         assert max(float(x.abs().max()) for x in lists) > 1
 
 
+def in_bfloat16() -> tuple[float, float]:
+    """Off from the built-in loss, which makes its gradients in the forward."""
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh, compute_dtype=torch.bfloat16)
+    batch = sb.pack(samples(), model.model.config, mesh)
+    built_in = sb.forward_backward(model, [batch])
+    wanted = torch.cat([g.flatten() for g in gradients(model).values()])
+    own = sb.forward_backward(model, [batch], lambda tokens: -tokens.logprobs().sum())
+    got = torch.cat([g.flatten() for g in gradients(model).values()])
+    return abs(float(own.mean_loss / built_in.mean_loss) - 1), relative(got, wanted)
+
+
+def test_bfloat16_is_as_near_as_the_built_in_loss() -> None:
+    for loss_off, gradient_off in ranks.run(in_bfloat16, 2):
+        assert loss_off < 1e-5 and gradient_off < 1e-2
+
+
 # --- divisors, weights
 
 
