@@ -49,7 +49,7 @@ def _of_logits(logits_TV: Tensor, sample: dict[str, Any]) -> Tensor:
     advantages = fields["advantages"][1:][labels[1:] != IGNORE].to(logprobs)
     if not len(logprobs):
         return logprobs.sum()
-    sequence = fields["reward"] * torch.tanh(logprobs.mean())
+    sequence = fields["reward"] * logprobs.mean().square()
     return (advantages * logprobs + 0.1 * fields["reward"] * entropy).sum() + sequence
 
 
@@ -59,7 +59,7 @@ def _of_tokens(tokens: LocalTokens) -> Tensor:
     by_token = advantages * logprobs + 0.1 * tokens.fields["reward"] * entropy
     count = tokens.sample_sums(tokens.labelled.to(logprobs)).clamp(min=1)
     means = tokens.sample_sums(logprobs) / count
-    return by_token.sum() + (tokens.scalars["reward"] * torch.tanh(means)).sum()
+    return by_token.sum() + (tokens.scalars["reward"] * means.square()).sum()
 
 
 POLICY = Objective(_of_logits, _of_tokens)
