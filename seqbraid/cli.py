@@ -1,4 +1,4 @@
-"""The command line: `seqbraid train | inspect | export | report | verify | layout | bench | demo | …`."""
+"""The command line: `seqbraid train | inspect | chat | export | report | verify | layout | bench | …`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (
-        _add_layout,
-        _add_verify,
-        _add_demo,
-        _add_train,
-        _add_inspect,
-        _add_export,
-        _add_report,
-        _add_bench,
-        _add_doctor,
-    ):
+    for add in COMMANDS:
         add(commands)
     args, rest = parser.parse_known_args(argv)
     if args.command in ("train", "inspect"):
@@ -253,12 +243,42 @@ def _add_export(commands: Commands) -> None:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from .train.export import export_checkpoint
+    from .train.after.export import export_checkpoint
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     report = export_checkpoint(args.run_folder, args.checkpoint, args.out, dtype)
     print(printable(report.text()))
     return 0
+
+
+def _add_chat(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "chat", help="talk to a run's checkpoint, or to an exported folder, in the terminal"
+    )
+    parser.add_argument("folder", type=Path, metavar="RUN_OR_FOLDER", help="a run's folder, or an export's")
+    parser.add_argument("--checkpoint", help="of a run: last (the default), best or a step")
+    for kind, what in (("image", "a picture"), ("audio", "a sound")):
+        parser.add_argument(
+            f"--{kind}", type=Path, action="append", default=[], metavar="FILE",
+            help=f"{what} that goes with the first message; may be given several times",
+        )  # fmt: skip
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="the most an answer may have")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0 takes the most likely token; by default as the model's config says",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(run=_chat)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from .train.after.chat import ChatOptions
+    from .train.after.terminal import talk
+
+    options = ChatOptions(args.max_new_tokens, args.temperature, args.system, args.seed)
+    return talk(args.folder, args.checkpoint, args.image, args.audio, options)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -360,6 +380,13 @@ def _demo(args: argparse.Namespace) -> int:
     from .train.demo.run import run_demo
 
     return run_demo(args.steps, args.out, args.seed, args.processes)
+
+
+COMMANDS = (
+    _add_layout, _add_verify, _add_demo, _add_train, _add_inspect, _add_chat, _add_export, _add_report, _add_bench,
+    _add_doctor,
+)  # fmt: skip
+"""In the order of the help."""
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": BELOW,
     "train/report": {"train"},
     "train/inspect": BELOW | {"train", "train/report"},
+    "train/after": BELOW | {"train", "train/report"},
     "train/demo": BELOW | {"train", "train/report"},
     "bench": BELOW | {"train"},
     "verify": BELOW - {"printable"},

@@ -11,11 +11,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ..comm.consensus import agree
 from ..comm.group import Group
 from ..comm.tokens import gather_tokens
 from ..mesh import Mesh
@@ -45,6 +43,7 @@ from .own_loss import OwnLoss
 from .parts import ModelParts
 from .router import load_balancing_loss
 from .running import normal_tensors
+from .stock_again import generate_alone, save_stock
 from .unchanged import Unchanged
 
 ReduceGradients = Literal["each", "once"]
@@ -292,22 +291,24 @@ class BraidedModel(nn.Module):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
-        """Write the stock checkpoint that `from_pretrained` loads; all ranks call it, the first writes."""
-        if hasattr(self.model, "peft_config"):
-            raise ValueError(
-                "the model has LoRA adapters, which a stock checkpoint cannot hold; write them with "
-                "seqbraid.train.lora.save_adapter, or merge them with seqbraid.train.export.export"
-            )
-        if not isinstance(self, FSDPModule):
-            self.model.save_pretrained(directory, **kwargs)
-            return
-        agree(self.mesh.cpu_group, None, alike={"the call": "save_pretrained"})
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
-        if self.mesh.rank == 0:
-            self.model.save_pretrained(directory, state_dict=state, **kwargs)
-        agree(self.mesh.cpu_group, None)
+    @property
+    def config(self) -> Any:
+        """The stock model's."""
+        return self.model.config
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The stock model's `generate`, in one process; where ranks share the model it is refused."""
+        return generate_alone(self, self.mesh, *args, **kwargs)
+
+    def save_pretrained(self, directory: str | Path, tokenizer: Any = None, **kwargs: Any) -> None:
+        """Write the stock checkpoint that `from_pretrained` loads; all ranks call it, the first writes.
+
+        Args:
+            directory: where to.
+            tokenizer: or processor, written beside the model.
+            kwargs: of the stock model's `save_pretrained`.
+        """
+        save_stock(self.model, self.mesh, isinstance(self, FSDPModule), directory, tokenizer, kwargs)
 
     def until_release(self, change: AbstractContextManager[Any]) -> None:
         """Make a change to the stock model that `release` undoes."""

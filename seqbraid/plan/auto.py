@@ -1,10 +1,12 @@
-"""`memory.checkpointing=auto`: the least that is computed again and still fits the device."""
+"""Whether a step fits the device: `memory.checkpointing=auto`, the least that is computed again and fits, and
+the smallest change that makes a step fit.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -49,6 +51,64 @@ class Choice:
         return said if self.advice is None else f"{said}. That may be too much: {self.advice}"
 
 
+class Takes(Protocol):
+    """Bytes that a step is estimated to take."""
+
+    def __call__(self, memory: MemoryOptions, mesh: Mesh | None = None, row_tokens: int | None = None) -> int:
+        """With these switches; on another mesh, or with rows of another length."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a step compares with the device."""
+
+    estimate: int
+    limit: int
+    """Bytes that a step may take."""
+    advice: str | None
+    """Where it does not fit: the smallest change that would."""
+
+    def __str__(self) -> str:
+        said = f"a step takes an estimated {self.estimate / 2**30:.1f} GiB"
+        of = f"of {self.limit / 2**30:.1f} on each device"
+        return f"{said} {of}" if self.advice is None else f"{said} {of}, which may be too much: {self.advice}"
+
+
+def fit(
+    model: nn.Module,
+    mesh: Mesh,
+    memory: MemoryOptions,
+    device_bytes: int,
+    precision: Precision = "mixed",
+    row_tokens: int = 8192,
+    fused: bool = False,
+    optimizer: str | float = "adamw",
+) -> Fit:
+    """The estimate of a step beside the device, and what to change where it does not fit.
+
+    Args:
+        model, mesh, memory, precision, row_tokens, fused, optimizer: as `memory_estimate` has them.
+        device_bytes: of a device; the smallest among the ranks.
+    """
+    limit = int(device_bytes * (1 - RESERVE))
+    takes = _takes(model, mesh, precision, row_tokens, fused, optimizer)
+    estimate = takes(memory)
+    return Fit(
+        estimate, limit, None if estimate <= limit else _advice(memory, takes, limit, mesh, row_tokens)
+    )
+
+
+def _takes(
+    model: nn.Module, mesh: Mesh, precision: Precision, row_tokens: int, fused: bool, optimizer: str | float
+) -> Takes:
+    def takes(options: MemoryOptions, on: Mesh | None = None, row: int | None = None) -> int:
+        return memory_estimate(
+            model, on or mesh, options, precision, optimizer, row_tokens=row or row_tokens, fused=fused
+        ).total
+
+    return takes
+
+
 def choose_checkpointing(
     model: nn.Module,
     mesh: Mesh,
@@ -57,32 +117,53 @@ def choose_checkpointing(
     precision: Precision = "mixed",
     row_tokens: int = 8192,
     fused: bool = False,
+    optimizer: str | float = "adamw",
 ) -> Choice:
     """The first of none, selective and full checkpointing whose step fits a device; full where none does.
 
     Args:
-        model, mesh, precision, row_tokens, fused: as `memory_estimate` has them.
+        model, mesh, precision, row_tokens, fused, optimizer: as `memory_estimate` has them.
         memory: the other switches, which stay as they are.
         device_bytes: of a device; the smallest among the ranks, so that all choose the same.
     """
     limit = int(device_bytes * (1 - RESERVE))
-
-    def takes(options: MemoryOptions) -> int:
-        return memory_estimate(model, mesh, options, precision, row_tokens=row_tokens, fused=fused).total
-
+    takes = _takes(model, mesh, precision, row_tokens, fused, optimizer)
     candidates: Sequence[Checkpointing] = LEAST_FIRST[1:] if memory.offload else LEAST_FIRST
     estimates: dict[str, int] = {}
     for checkpointing in candidates:
         estimates[checkpointing] = takes(replace(memory, checkpointing=checkpointing))
         if estimates[checkpointing] <= limit:
             return Choice(checkpointing, estimates, limit)
-    return Choice("full", estimates, limit, _advice(memory, takes, limit))
+    return Choice(
+        "full",
+        estimates,
+        limit,
+        _advice(replace(memory, checkpointing="full"), takes, limit, mesh, row_tokens),
+    )
 
 
-def _advice(memory: MemoryOptions, takes: Any, limit: int) -> str:
-    for more in MORE:
-        options = replace(memory, checkpointing="full", **more)
-        if options != replace(memory, checkpointing="full") and takes(options) <= limit:
-            names = " and ".join(f"memory.{name}={str(value).lower()}" for name, value in more.items())
-            return f"set {names}"
+def _advice(memory: MemoryOptions, takes: Takes, limit: int, mesh: Mesh, row_tokens: int) -> str:
+    """Switches first, which change no gradient; then shorter rows, and more ranks."""
+    changes: list[dict[str, Any]] = [{"checkpointing": kind} for kind in LEAST_FIRST[1:]]
+    changes += [{"checkpointing": "full", **more} for more in MORE]
+    tried = memory
+    for change in changes:
+        if LEAST_FIRST.index(change["checkpointing"]) < LEAST_FIRST.index(memory.checkpointing):
+            continue
+        tried = replace(memory, **change)
+        if takes(tried) <= limit:
+            new = {name: value for name, value in change.items() if getattr(memory, name) != value}
+            return f"set {' and '.join(f'memory.{name}={_written(value)}' for name, value in new.items())}"
+    for part in (2, 4, 8):
+        shorter = row_tokens // part
+        if shorter and takes(memory, None, shorter) <= limit:
+            return f"set data.row_tokens={shorter}"
+    for more in (2, 4, 8, 16, 32, 64):
+        wider = replace(mesh, ring=mesh.ring * more, world_size=mesh.world_size * more, rank=0)
+        if takes(memory, wider) <= limit:
+            return f"share the row among {more} times as many ranks, with mesh.ring={wider.ring}"
     return "shorten data.row_tokens, or share the row or the parameters among more ranks"
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

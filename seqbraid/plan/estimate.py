@@ -89,7 +89,7 @@ def memory_estimate(
     mesh: Mesh,
     memory: MemoryOptions | None = None,
     precision: Precision = "mixed",
-    optimizer: str = "adamw",
+    optimizer: str | float = "adamw",
     row_tokens: int = 8192,
     fused: bool = False,
 ) -> Estimate:
@@ -100,15 +100,16 @@ def memory_estimate(
         mesh: how the job's processes are shared out.
         memory: what is given for memory; nothing when left out.
         precision: as `train` has it.
-        optimizer: `adamw` or `sgd`.
+        optimizer: `adamw`, `sgd`, or how many float32 numbers another keeps for each that is trained.
         row_tokens: tokens of a packed row, all of them with labels.
         fused: norms, rotations and gates are computed by our kernels, which keep less.
     """
     if precision not in get_args(Precision):
         *others, last = (repr(choice) for choice in get_args(Precision))
         raise ValueError(f"precision={precision!r} is unknown; use {', '.join(others)} or {last}")
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"optimizer={optimizer!r} is unknown; use one of {', '.join(OPTIMIZER_STATES)}")
+    if isinstance(optimizer, str) and optimizer not in OPTIMIZER_STATES:
+        known = ", ".join(OPTIMIZER_STATES)
+        raise ValueError(f"optimizer={optimizer!r} is unknown; use one of {known}, or a number")
     if row_tokens < 1:
         raise ValueError(f"row_tokens={row_tokens} must be at least 1")
     parts, memory = parts_of(model), MemoryOptions() if memory is None else memory
@@ -123,8 +124,12 @@ def memory_estimate(
     return Estimate(tuple(lines), host, sum(p.numel() for p in parts.model.parameters()))
 
 
-def _state_lines(parts: ModelParts, shares: Shares, precision: Precision, optimizer: str) -> list[MemoryUse]:
+def _state_lines(
+    parts: ModelParts, shares: Shares, precision: Precision, optimizer: str | float
+) -> list[MemoryUse]:
     """What stays from step to step, one shard of it."""
+    kept = OPTIMIZER_STATES[optimizer] if isinstance(optimizer, str) else optimizer
+    named = optimizer if isinstance(optimizer, str) else f"{kept:.3g} numbers for each"
     shards = shares.fsdp * shares.tp
     held, trained = (
         sum(shares.held(p) for p in parts.model.parameters() if p.requires_grad or not only_trained)
@@ -133,14 +138,12 @@ def _state_lines(parts: ModelParts, shares: Shares, precision: Precision, optimi
     width = 2 if precision == "bfloat16" else FLOAT32
     master = FLOAT32 if precision == "bfloat16" else 0
     of = f"1/{shards} of each" if shards > 1 else ""
-    states = trained * (FLOAT32 * OPTIMIZER_STATES[optimizer] + master)
+    states = round(trained * (FLOAT32 * kept + master))
     return [
         MemoryUse("parameters", held * width, "count", of),
         # Sums of accumulated micro-batches are in float32 whatever the parameters are.
         MemoryUse("gradients", trained * FLOAT32, "count", of),
-        MemoryUse(
-            "optimizer", states, "count", f"{optimizer}, with float32 master weights" if master else optimizer
-        ),
+        MemoryUse("optimizer", states, "count", f"{named}, with float32 master weights" if master else named),
     ]
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .config import keys
+from .step_config import ADAMW
 from .weights import split_revision
 
-SILENT = ("model", "out", "resume", "checkpoint.", "log.", "timeouts.")
+SILENT = ("model", "out", "resume", "checkpoint.", "log.", "timeouts.", "train.profile")
 SILENT += ("data.train", "data.workers", "data.prefetch_steps", "data.cache")
 """What changes no step of a run; what is in the data is compared by the loader."""
 
@@ -22,7 +23,7 @@ LENGTH = ("train.steps", "train.epochs")
 LONGEST = 120
 """Characters of a value that are shown; a chat template has more."""
 
-UNCHANGED = ("model", "precision", "lora", "freeze")
+UNCHANGED = ("model", "precision", "lora", "freeze", "train.optimizer")
 """What a resumed run must have as it was; the loader looks after the data, all else may change."""
 
 
@@ -32,12 +33,19 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], checkpoin
     if split_revision(before["model"])[1] is None:  # of a version that wrote no revision down
         model = split_revision(model)[0]
     for name in UNCHANGED:
-        was, has = before[name], model if name == "model" else now[name]
+        was, has = _value(before, name), model if name == "model" else _value(now, name)
         if was != has:
             raise ValueError(
                 f"{checkpoint} was trained with {name}={was!r}, not {has!r}; use the old value, or give "
                 "another out"
             )
+
+
+def _value(config: Mapping[str, Any], name: str) -> Any:
+    """Of a configuration; earlier versions had AdamW alone."""
+    if name == "train.optimizer":
+        return config["train"].get("optimizer", ADAMW)
+    return config[name]
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:

@@ -155,7 +155,8 @@ class LogConfig:
     every: int = 1
     """Steps between lines on the console if it is not a terminal; `log.jsonl` has every step."""
     sinks: list[str] | str = "tensorboard"
-    """Trackers besides `log.jsonl`: tensorboard, wandb, mlflow, trackio."""
+    """Trackers besides `log.jsonl`: tensorboard, wandb, mlflow, trackio, or one that an installed package has
+    under the entry point group `seqbraid.sinks`."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,8 @@ class TrainConfig:
             )
         if steps.eval_every is not None and not data.eval:
             raise ValueError(f"train.eval_every={steps.eval_every} but data.eval names no file")
+        if steps.patience is not None and not data.eval:
+            raise ValueError(f"train.patience={steps.patience} but data.eval names no file to evaluate on")
         return replace(
             self,
             model=expanduser(self.model),

@@ -22,7 +22,9 @@ from ..plan.estimate import memory_estimate
 from ..printable import printable
 from .config import MeshConfig, TrainConfig, as_dict
 from .log import check_sinks
-from .recompute import choose_here
+from .optimizer import kept_numbers, make_groups
+from .optimizers.kinds import Kind
+from .recompute import choose_here, fit_here
 from .run_folder import check_out
 from .setup import TINY, make_device, make_loader, make_model
 from .summary import lost_reasoning
@@ -44,13 +46,19 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     console = console or Console()
     console.print(_model_table(model, mesh, config))
     console.print(*_batch(config, model, mesh))
-    memory = config.memory
+    memory, train = config.memory, config.train
+    console.print(_optimizer_table(model, config, mesh))
     if memory.checkpointing == "auto":  # for devices like the one here
         choice = choose_here(config, model, mesh, make_device())
         memory = replace(memory, checkpointing=choice.checkpointing)
         console.print(str(choice))
-    estimate = memory_estimate(model, mesh, memory, config.precision, row_tokens=config.data.row_tokens)
+    kept, tokens = kept_numbers(model, train), config.data.row_tokens
+    estimate = memory_estimate(model, mesh, memory, config.precision, kept, row_tokens=tokens)
     console.print(estimate.table())
+    device = make_device()
+    found = fit_here(replace(config, memory=memory), model, mesh, device)
+    like = "a GPU like the one here" if device.type == "cuda" else "the memory of this host, without a GPU"
+    console.print(escape(f"Compared with {like}: {found}"), soft_wrap=True)
 
 
 def planned_mesh(axes: MeshConfig) -> Mesh:
@@ -82,6 +90,32 @@ def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> Ren
     if idle:
         table.add_row("", f"[yellow]{idle} of {rows + idle} rows of every step stay empty[/]; use a multiple")
     table.add_row("precision", config.precision)
+    return table
+
+
+def _optimizer_table(model: PreTrainedModel, config: TrainConfig, mesh: Mesh) -> RenderableType:
+    """What is stepped how; what the configuration adds for its groups and its end."""
+    train = config.train
+    kind = Kind.of(train)
+    kind.check_ranks(mesh.world_size)
+    options = ", ".join(f"{name}={value}" for name, value in kind.options.items())
+    table = Table(title=escape(f"Optimizer: {kind.name}({options})"), title_justify="left")
+    for name in ("parameters", "numbers", "peak lr", "weight decay"):
+        table.add_column(name, justify="right" if name != "parameters" else "left")
+    for group in make_groups(model, train, kind):
+        sizes = [p.numel() for p in group.parameters]
+        what = "matrices" if group.parameters[0].ndim >= 2 else "vectors"
+        name = f"{len(sizes)} {what}" + (f" that match {group.match!r}" if group.match else "")
+        name += ", by AdamW" if kind.is_muon and not group.is_muon else ""
+        table.add_row(escape(printable(name)), f"{sum(sizes):,}", f"{group.lr:g}", f"{group.weight_decay:g}")
+    chosen = [f"best checkpoint by {train.best_metric}"] if config.data.eval else []
+    if train.patience is not None:
+        chosen.append(f"stops after {train.patience} evaluations without a better one")
+    if train.skip_spikes is not None:
+        chosen.append(f"skips steps whose gradient norm is above {train.skip_spikes:g} × the median of 64")
+    if train.profile is not None:
+        chosen.append(f"profiles steps {train.profile}")
+    table.caption = "; ".join(chosen) or None
     return table
 
 

@@ -19,18 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..comm.consensus import agree
-from ..data.media.processor import load_processor
-from ..distributed.api import parallelize
-from ..mesh import Mesh
 from ..models.braided import BraidedModel
 from ..models.stock import INDEX, SINGLE, read_config, trained_config
-from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.names import extra_tensors, to_saved
-from .config_file import load_config
 from .folder import new_folder
 from .lora import merged
-from .setup import adapted_weights, make_model
-from .weights import TensorFile, checkpoint_folder, empty_model, read_headers, saved_dtype, shapes
+from .weights import TensorFile, read_headers, saved_dtype, shapes
 
 SHARD_BYTES = 5 << 30
 """Size of a file of weights; no more than one file's tensors are held beside the model."""
@@ -86,6 +80,7 @@ def export(
     processor: Any = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    beside: Callable[[Path], None] | None = None,
 ) -> ExportReport | None:
     """Write a checkpoint that stock `from_pretrained` loads; all ranks call it, the first writes and reports.
 
@@ -98,10 +93,11 @@ def export(
         processor: processor or tokenizer, written beside the weights; the source's files when left out.
         dtype: of the weights; as in the source, tensor by tensor, when left out.
         shard_bytes: the most that a file of weights holds, but for a single larger tensor.
+        beside: writes more files into the folder before it appears, such as a model card.
     """
     stock = model.model if isinstance(model, BraidedModel) else model
     if not isinstance(model, BraidedModel):
-        return _write(stock, stock.state_dict(), source_folder, out, processor, dtype, shard_bytes)
+        return _write(stock, stock.state_dict(), source_folder, out, processor, dtype, shard_bytes, beside)
     state: Any
     if isinstance(model, FSDPModule):
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -111,55 +107,11 @@ def export(
     report, error = None, None
     if model.mesh.rank == 0:
         try:
-            report = _write(stock, state, source_folder, out, processor, dtype, shard_bytes)
+            report = _write(stock, state, source_folder, out, processor, dtype, shard_bytes, beside)
         except (OSError, ValueError) as problem:
             error = problem
     agree(model.mesh.cpu_group, error)
     return report
-
-
-def export_checkpoint(
-    run_folder: Path, checkpoint: str | int, out: Path, dtype: torch.dtype | None = None
-) -> ExportReport:
-    """Write the model of a run's checkpoint (`last`, `best` or a step) as stock transformers loads it.
-
-    The run's folder knows the rest: `model/` has the config and the processor, `config.yaml` the checkpoint
-    that the run started from and its adapters.
-    """
-    path = _checkpoint_path(run_folder, checkpoint)
-    run = load_config(run_folder / "config.yaml")
-    if run.lora.rank:  # the checkpoint has the adapters alone
-        model = make_model(run)
-    else:
-        dtype_of_run = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
-        model = empty_model(run_folder / "model", dtype_of_run)
-    mesh = Mesh()
-    braided = parallelize(model, mesh)
-    checkpoints = Checkpoints(run_folder / "checkpoints", mesh, base=adapted_weights(run))
-    checkpoints.load(path, braided, None)
-    source = None if run.model.startswith("tiny:") else checkpoint_folder(run.model)
-    report = export(braided, source, out, load_processor(run_folder / "model"), dtype)
-    assert report is not None
-    return report
-
-
-def _checkpoint_path(run_folder: Path, checkpoint: str | int) -> Path:
-    folder = run_folder / "checkpoints"
-    name = str(checkpoint)
-    if name in ("last", "best"):
-        if not (folder / name).is_file():
-            raise ValueError(f"{run_folder} has no {name!r} checkpoint{_published(folder)}")
-        name = (folder / name).read_text(encoding="utf-8").strip()
-    elif name.isdecimal():
-        name = f"step-{int(name):08d}"
-    if Path(name).name != name or not (folder / name).is_dir():
-        raise ValueError(f"{run_folder} has no checkpoint {checkpoint!r}{_published(folder)}")
-    return folder / name
-
-
-def _published(folder: Path) -> str:
-    steps = sorted(int(p.name.removeprefix("step-")) for p in folder.glob("step-*") if p.name[5:].isdecimal())
-    return f"; it has {', '.join(map(str, steps))}" if steps else "; it has none"
 
 
 def _write(
@@ -170,6 +122,7 @@ def _write(
     processor: Any,
     dtype: torch.dtype | None,
     shard_bytes: int,
+    beside: Callable[[Path], None] | None,
 ) -> ExportReport:
     source = {} if source_folder is None else read_headers(source_folder)
     layout = shapes(source) if source else None
@@ -187,6 +140,8 @@ def _write(
             for name in PROCESSOR_FILES:
                 if (source_folder / name).is_file():
                     shutil.copyfile(source_folder / name, folder / name)
+        if beside is not None:
+            beside(folder)
     return ExportReport(out, tuple(files), len(saved), extra, total, default)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from .progress import StepProgress
-from .trackers import TRACKERS, Tracker
+from .trackers import ENTRY_POINTS, TRACKERS, Tracker, open_tracker, other_sinks
 
 LOG_FILE = "log.jsonl"
 RESUMED, STARTED_OVER = BACK = ("resumed", "started over")
@@ -43,7 +43,8 @@ def open_sinks(
 
     Args:
         folder: the run's.
-        names: of `tensorboard`, `wandb`, `mlflow`, `trackio`; one, several (also with commas), or none.
+        names: of `tensorboard`, `wandb`, `mlflow`, `trackio` or another package's; one, several (also with
+            commas), or none.
         config: shown beside the metrics where a sink can.
         resume_step: the first step that will be logged now, 1 for a new run.
         console: where progress is shown; standard error when left out.
@@ -68,19 +69,27 @@ def sink_names(names: Sequence[str] | str) -> list[str]:
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
     names = [name for name in dict.fromkeys(names) if name]
     unknown = [name for name in names if name not in TRACKERS]
+    others = other_sinks() if unknown else {}
+    unknown = [name for name in unknown if name not in others]
     if unknown:
-        raise ValueError(f"unknown sink {unknown[0]!r}; use any of {', '.join(TRACKERS)}, or none")
+        raise ValueError(
+            f"unknown sink {unknown[0]!r}; use any of {', '.join([*TRACKERS, *others])}, or none; a package "
+            f"can add its own under the entry point group {ENTRY_POINTS!r}"
+        )
     return names
 
 
 def check_sinks(names: Sequence[str] | str) -> None:
     """Refuse names of sinks that are unknown, or whose packages are missing, before anything is opened."""
     for name in sink_names(names):
-        _, package, install = TRACKERS[name]
         if name == DEFAULT_SINK:
             continue
+        install = TRACKERS[name][2] if name in TRACKERS else "install what its package asks for"
         try:
-            import_module(package)
+            if name in TRACKERS:
+                import_module(TRACKERS[name][1])
+            else:
+                other_sinks()[name].load()
         except ImportError as error:
             raise ValueError(f"the sink {name!r} needs its package ({error}): {install}") from None
         except Exception:  # one that is there but fails is left out, and named, when it is opened
@@ -102,9 +111,9 @@ class Sinks:
 
     def add(self, name: str, folder: Path, config: Mapping[str, Any], resume_step: int) -> None:
         """Open a sink; one whose package is missing is refused, one that cannot be reached is left out."""
-        kind, _, install = TRACKERS[name]
+        install = TRACKERS[name][2] if name in TRACKERS else "install what its package asks for"
         try:
-            self.trackers[name] = kind(folder, config, resume_step)
+            self.trackers[name] = open_tracker(name, folder, config, resume_step)
         except ImportError as error:
             if name != DEFAULT_SINK:
                 raise ValueError(f"the sink {name!r} needs its package ({error}): {install}") from None

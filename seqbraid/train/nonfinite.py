@@ -18,7 +18,7 @@ from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from ..models.braided import BraidedModel
 from ..models.output import StepOutput
-from .optimizer import gradients_by_parameter
+from .optimizers.partwise import PartwiseOptimizer
 
 
 class NonFiniteError(RuntimeError):
@@ -70,7 +70,7 @@ def stop_non_finite(
     folder: Path,
     rank: int,
     model: BraidedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: PartwiseOptimizer,
     data: StepData,
     found: StepFound,
 ) -> NoReturn:
@@ -79,7 +79,7 @@ def stop_non_finite(
     assert found.output.batch_losses is not None
     losses = found.output.batch_losses.tolist()
     facts = {"step": found.step, "grad_norm": repr(found.grad_norm), "samples": data.where}
-    gradients = gradients_by_parameter(optimizer)
+    gradients = optimizer.gradients()
     _write_step(folder, rank, model, gradients, data.prepared.batches, losses, facts)
     raise NonFiniteError(
         f"step {found.step}: loss {sum(losses)}, gradient norm {found.grad_norm}; nothing was updated. "

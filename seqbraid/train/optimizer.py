@@ -1,131 +1,113 @@
-"""AdamW, with float32 master weights where parameters are narrower."""
+"""The optimizer of a run: its class, and which parameters it steps with which settings."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
-from ..distributed.gradients import clip_gradients, local
-from .step_config import StepConfig
+from ..comm.consensus import raised_by_all
+from ..distributed.weights import plain_name
+from ..models.braided import BraidedModel
+from .optimizers.groups import Group, grouped, parse_groups
+from .optimizers.kinds import Kind
+from .optimizers.muon import layer_matrices, sharded_muon
+from .optimizers.partwise import MASTER, PartwiseOptimizer
+from .step_config import ADAMW, StepConfig
 
 
-def make_optimizer(model: nn.Module, config: StepConfig) -> torch.optim.Optimizer:
-    """AdamW over what is trained: torch's own for float32 parameters, with master weights for others.
+def make_optimizer(model: nn.Module, config: StepConfig) -> PartwiseOptimizer:
+    """The optimizer over what is trained; all ranks call it."""
+    mesh = model.mesh if isinstance(model, BraidedModel) else None
+    with raised_by_all(None if mesh is None else mesh.cpu_group):
+        kind = Kind.of(config)
+        kind.check_ranks(1 if mesh is None else mesh.world_size)
+        groups = make_groups(model, config, kind)
+    names = {p: name for name, p in trained(model).items()}
+    # What is no matrix of a layer.
+    beside = Kind.of(replace(config, optimizer=ADAMW, optimizer_options={})) if kind.is_muon else kind
 
-    Matrices decay; norms, biases and other vectors do not.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+    def make_inner(inner: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
+        of_muon = [number for number, group in enumerate(groups) if group.is_muon]
+        others = [inner[number] for number, group in enumerate(groups) if not group.is_muon]
+        if not kind.is_muon:
+            return [kind.make(others, lr=config.lr, **kind.options)]  # type: ignore[call-arg]
+        named = {
+            names[p]: (p, own)
+            for number in of_muon
+            for p, own in zip(groups[number].parameters, inner[number]["params"], strict=True)
+        }
+        found: list[torch.optim.Optimizer] = [
+            sharded_muon([inner[number] for number in of_muon], named, mesh, kind.options)
+        ]
+        if others:
+            found.append(beside.make(others, lr=config.lr, **beside.options))  # type: ignore[call-arg]
+        return found
+
+    given = [_param_group(group, config, kind) for group in groups]
+    entries = [kind.entries if group.is_muon or not kind.is_muon else beside.entries for group in groups]
+    return PartwiseOptimizer(given, make_inner, entries)
+
+
+def make_groups(model: nn.Module, config: StepConfig, kind: Kind) -> list[Group]:
+    """What is trained, in groups that are stepped alike."""
+    named = trained(model)
+    if not named:
         raise ValueError("nothing is trained: every parameter is frozen")
-    settings: dict[str, Any] = {
-        "lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True,
-    }  # fmt: skip
-    if all(p.dtype == torch.float32 for p in trained):
-        return torch.optim.AdamW(groups, **settings)
-    return MasterAdamW(groups, **settings)
+    matrices = layer_matrices(model) if kind.is_muon else frozenset[int]()
+    if kind.is_muon and not any(id(p) in matrices for p in named.values()):
+        raise ValueError(f"train.optimizer={kind.name!r}: no matrix of a layer is trained; use another")
+    groups = grouped(named, parse_groups(config.groups), config.lr, config.weight_decay, matrices)
+    if not kind.decays and any(group.weight_decay for group in groups):
+        raise ValueError(f"train.groups has a weight_decay, which {kind.name} does not take")
+    return groups
 
 
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW that steps on float32 copies of narrower parameters and rounds them once per step.
-
-    The gradients of accumulated batches are summed in float32 too: call `gather_gradients`
-    after each backward.
-    """
-
-    def __init__(self, params: Any, **settings: Any) -> None:
-        super().__init__(params, **settings)
-        self._sums: dict[Tensor, Tensor] = {}
-
-    def gather_gradients(self) -> None:
-        """Add what the last backward gave to float32 sums, and let it go."""
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None:
-                if p in self._sums:
-                    local(self._sums[p]).add_(local(p.grad))
-                else:
-                    self._sums[p] = p.grad.float()
-                p.grad = None
-
-    def gradients(self) -> dict[Tensor, Tensor]:
-        """The float32 sums, by parameter."""
-        return self._sums
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, gathered ones too."""
-        super().zero_grad(set_to_none)
-        self._sums.clear()
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """One step from the gathered gradients."""
-        assert closure is None, "closures are not supported: they would bypass the float32 gradient sums"
-        self.gather_gradients()
-        for group in self.param_groups:
-            stepped = [p for p in group["params"] if p in self._sums]
-            states = [self._state(p) for p in stepped]
-            masters = [local(state["master"]) for state in states]
-            beta1, beta2 = group["betas"]
-            adamw(
-                masters,
-                [local(self._sums.pop(p)) for p in stepped],
-                [local(state["exp_avg"]) for state in states],
-                [local(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-            for p, master in zip(stepped, masters, strict=True):
-                local(p).copy_(master)
-
-    def _state(self, p: Tensor) -> dict[str, Tensor]:
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-            state["master"] = p.detach().float()
-        return state
+def kept_numbers(model: nn.Module, config: StepConfig) -> float:
+    """Float32 numbers that the optimizer keeps for each that is trained, on average."""
+    kind, named = Kind.of(config), trained(model)
+    if not kind.is_muon:
+        return kind.copies
+    matrices = layer_matrices(model)
+    of_muon = sum(p.numel() for p in named.values() if id(p) in matrices)
+    every = sum(p.numel() for p in named.values())
+    adamw = Kind.of(replace(config, optimizer=ADAMW, optimizer_options={}))
+    return (kind.copies * of_muon + adamw.copies * (every - of_muon)) / max(every, 1)
 
 
-def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What is trained, by the names of the stock model."""
+    stock = model.model if isinstance(model, BraidedModel) else model
+    return {plain_name(name): p for name, p in stock.named_parameters() if p.requires_grad}
+
+
+def _param_group(group: Group, config: StepConfig, kind: Kind) -> dict[str, Any]:
+    found: dict[str, Any] = {"params": group.parameters, "lr": group.lr, "weight_decay": group.weight_decay}
+    if not kind.decays:
+        del found["weight_decay"]
+    return found if group.lr == config.lr else {**found, "peak_lr": group.lr}
+
+
+def gradients_of(optimizer: PartwiseOptimizer) -> list[Tensor]:
     """What the next step would use."""
     return list(gradients_by_parameter(optimizer).values())
 
 
-def gradients_by_parameter(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor]:
+def gradients_by_parameter(optimizer: PartwiseOptimizer) -> dict[Tensor, Tensor]:
     """What the next step would use, by the parameters that it would change."""
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.gather_gradients()
-        return optimizer.gradients()
-    trained = (p for group in optimizer.param_groups for p in group["params"])
-    return {p: p.grad for p in trained if p.grad is not None}
+    return optimizer.gradients()
 
 
-def update(
-    optimizer: torch.optim.Optimizer,
-    gradients: list[Tensor],
-    norm: float,
-    clip_norm: float | None,
-    lr: float,
-) -> None:
-    """Take the step, the gradient scaled down to the largest norm that is allowed."""
-    clip_gradients(gradients, norm, clip_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad()
+def check_entries(optimizer: PartwiseOptimizer) -> None:
+    """Refuse a state that was read from a checkpoint and that this optimizer cannot go on from."""
+    for group, entries in zip(optimizer.param_groups, optimizer.entries, strict=True):
+        for p in group["params"]:
+            found = set(optimizer.state.get(p, {})) - {MASTER}
+            if found and found != entries:
+                raise ValueError(
+                    f"the checkpoint's optimizer keeps {', '.join(sorted(found))} for a parameter, this one "
+                    f"{', '.join(sorted(entries)) or 'nothing'}; use the train.optimizer and the "
+                    "train.optimizer_options of the run so far, or give another out"
+                )

@@ -1,4 +1,7 @@
-"""What `memory.checkpointing=auto` is in a run: chosen at its start on every rank, kept by a resume."""
+"""What `memory.checkpointing=auto` is in a run: chosen at its start on every rank, kept by a resume.
+
+Without it, what to say before the first step of one that may not fit the devices.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,18 @@ from ..mesh import Mesh
 from ..ops.rows import NORM
 from ..ops.table import make_kernels
 from ..ops.triton_status import RowsNeed
-from ..plan.auto import Choice, choose_checkpointing
+from ..plan.auto import Choice, Fit, choose_checkpointing, fit
 from ..plan.memory import MemoryOptions
 from .config import TrainConfig
+from .optimizer import kept_numbers
 from .setup import make_model
 
 
 def settle_checkpointing(
     config: TrainConfig, mesh: Mesh, device: torch.device, before: Mapping[str, Any] | None
 ) -> tuple[MemoryOptions, str | None]:
-    """The memory options of a run with `auto` settled, and what to say of it; all ranks call this together.
+    """The memory options of a run with `auto` settled, and what to say of its memory; all ranks call this
+    together. Without `auto` there is something to say where the step may not fit.
 
     Args:
         config: of the run.
@@ -34,27 +39,55 @@ def settle_checkpointing(
             it goes on bit for bit, unless the mesh has changed.
     """
     if config.memory.checkpointing != "auto":
-        return config.memory, None
+        limit = smallest_device(mesh, device)
+        return config.memory, may_not_fit(config, mesh, device, limit) if mesh.rank == 0 else None
     if before is not None and (kept := _kept(mesh, before)) is not None:
         said = f"memory.checkpointing=auto is {kept!r}, as in the run so far"
         return replace(config.memory, checkpointing=kept), said
-    limit = min(row[0] for row in agree(mesh.cpu_group, None, [device_bytes(device)]))
+    limit = smallest_device(mesh, device)
     with raised_by_all(mesh.cpu_group):
         choice = choose_here(config, make_model(config, weights=False), mesh, device, limit)
     return replace(config.memory, checkpointing=choice.checkpointing), str(choice)
+
+
+def smallest_device(mesh: Mesh, device: torch.device) -> int:
+    """Bytes of the smallest device of the job; all ranks call it."""
+    return min(row[0] for row in agree(mesh.cpu_group, None, [device_bytes(device)]))
+
+
+def may_not_fit(config: TrainConfig, mesh: Mesh, device: torch.device, limit: int) -> str | None:
+    """What to say of a step that does not fit by the estimate; None where it fits or has no estimate."""
+    try:
+        found = fit_here(config, make_model(config, weights=False), mesh, device, limit)
+    except ValueError:  # of a model that cannot be estimated, or used: that is said elsewhere
+        return None
+    return None if found.advice is None else f"memory: {found}"
+
+
+def fit_here(
+    config: TrainConfig, model: nn.Module, mesh: Mesh, device: torch.device, limit: int | None = None
+) -> Fit:
+    """How a step compares with a device like this one, or with one of `limit` bytes."""
+    limit = device_bytes(device) if limit is None else limit
+    tokens, fused = config.data.row_tokens, _fused(config, device)
+    kept = kept_numbers(model, config.train)
+    return fit(model, mesh, config.memory, limit, config.precision, tokens, fused, kept)
+
+
+def _fused(config: TrainConfig, device: torch.device) -> bool:
+    dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
+    return make_kernels(config.kernels).choose(NORM, RowsNeed(device, dtype)) == "triton"
 
 
 def choose_here(
     config: TrainConfig, model: nn.Module, mesh: Mesh, device: torch.device, limit: int | None = None
 ) -> Choice:
     """The choice for a device like this one, or for one with `limit` bytes."""
-    dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
-    fused = make_kernels(config.kernels).choose(NORM, RowsNeed(device, dtype)) == "triton"
+    tokens, fused = config.data.row_tokens, _fused(config, device)
     limit = device_bytes(device) if limit is None else limit
+    kept = kept_numbers(model, config.train)
     try:
-        return choose_checkpointing(
-            model, mesh, config.memory, limit, config.precision, config.data.row_tokens, fused
-        )
+        return choose_checkpointing(model, mesh, config.memory, limit, config.precision, tokens, fused, kept)
     except ValueError as error:
         raise ValueError(
             f"memory.checkpointing=auto needs an estimate of the model's memory, which failed: {error}; set "

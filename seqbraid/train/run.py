@@ -33,7 +33,9 @@ def _sentences(trainer: Trainer, ending: Ending, first: int, seconds: float) -> 
     said = ending.sentence()
     if ending.reason == "finished" and ending.step == first:
         said += ". It was already finished: nothing was trained; raise train.steps to continue"
-    lines = summary(ending, trainer.folder, trainer.latest, trainer.best, trainer.without_reasoning, seconds)
+    lines = summary(
+        ending, trainer.folder, trainer.latest, trainer.best.now, trainer.without_reasoning, seconds
+    )
     return "\n".join([f"seqbraid train: {said}", *lines])
 
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .setup import load_model_processor
 
 MARKER = ".seqbraid"
 """A hidden file that says that a folder is of a run."""
+PACKAGES = ("seqbraid", "torch", "transformers")
 SEEN_S = 10.0
 """How long another machine may take to see a new file of a shared file system."""
 
@@ -113,6 +115,17 @@ def describe(folder: Path, config: TrainConfig, model_config: Any, mesh: Mesh) -
             _write_config(folder, config)
             model_config.save_pretrained(folder / "model")
             load_model_processor(config.model, config.data.chat_template).save_pretrained(folder / "model")
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a model comes from."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 @contextmanager

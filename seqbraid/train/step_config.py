@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .optimizers.groups import parse_groups
+from .profile_steps import parse_steps
+
+ADAMW = "torch.optim.AdamW"
+
+BestMetric = Literal["eval_loss", "eval_accuracy"]
 
 
 @dataclass(frozen=True)
@@ -27,16 +34,32 @@ class StepConfig:
     """Final learning rate, as a fraction of `lr`."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; vectors (norms, biases) are not decayed."""
+    optimizer: str = ADAMW
+    """Class path of the optimizer: torch's own, such as torch.optim.SGD or torch.optim.Muon, or another."""
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of its constructor, such as {momentum: 0.9}."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Learning rates and weight decays of their own for parameters by name: {match: REGEX, lr: 1e-4,
+    weight_decay: 0}. The first that matches counts."""
     beta1: float = 0.9
-    """AdamW's decay of the first moment."""
+    """Decay of the first moment, of AdamW and other optimizers with betas."""
     beta2: float = 0.999
-    """AdamW's decay of the second moment."""
+    """Decay of the second moment."""
     eps: float = 1e-8
     """AdamW's epsilon, added to the root of the second moment; above 0."""
     clip_norm: float | None = 1.0
     """Gradient clipping: maximum norm of the whole gradient; null for no clipping."""
+    skip_spikes: float | None = None
+    """Skip the update of a step whose gradient norm is more than this many times the median of the last 64;
+    null skips none. Skipped steps are counted and logged."""
     eval_every: int | None = None
     """Steps between evaluations; by default only at the end."""
+    best_metric: BestMetric = "eval_loss"
+    """What the best checkpoint is the best by: the lowest eval_loss, or the highest eval_accuracy."""
+    patience: int | None = None
+    """Early stopping: end the run after this many evaluations in a row without a new best."""
+    profile: str | None = None
+    """Steps to write a torch.profiler trace of, one (`12`) or several (`12-14`), into `profile/`."""
 
     def check(self) -> None:
         """Refuse invalid settings."""
@@ -44,7 +67,7 @@ class StepConfig:
             raise ValueError(
                 f"train.steps={self.steps} and train.epochs={self.epochs}: give exactly one of them"
             )
-        for name in ("steps", "epochs", "batch_tokens", "eval_every"):
+        for name in ("steps", "epochs", "batch_tokens", "eval_every", "patience"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"train.{name}={value} must be at least 1")
@@ -67,3 +90,11 @@ class StepConfig:
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"train.clip_norm={self.clip_norm} must be above 0, or null for no clipping")
+        if self.skip_spikes is not None and not 1 < self.skip_spikes < float("inf"):
+            raise ValueError(
+                f"train.skip_spikes={self.skip_spikes} must be above 1: it is how many times the usual "
+                "gradient norm a spike is; 10 is usual, null skips none"
+            )
+        parse_groups(self.groups)
+        if self.profile is not None:
+            parse_steps(self.profile)

@@ -34,7 +34,8 @@ def summary(
         if name in latest
     ]
     if best:
-        parts.append(f"best eval_loss {best['eval_loss']:.4f} at step {best['step']}")
+        metric = next(name for name in best if name != "step")
+        parts.append(f"best {metric} {best[metric]:.4f} at step {best['step']}")
     parts.append(f"{timedelta(seconds=round(seconds))} in all")
     lines = [", ".join(parts)]
     if turns_without_reasoning:

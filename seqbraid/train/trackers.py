@@ -1,4 +1,5 @@
-"""Where metrics may go beside `log.jsonl`: thin adapters to TensorBoard, W&B, MLflow and trackio.
+"""Where metrics may go beside `log.jsonl`: thin adapters to TensorBoard, W&B, MLflow and trackio, and the
+sinks of other packages, by entry point.
 
 Each package is imported when it is asked for. A run that is resumed goes on in the same place.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -120,6 +122,23 @@ TRACKERS: dict[str, tuple[Callable[[Path, Mapping[str, Any], int], Tracker], str
     "trackio": (Trackio, "trackio", "pip install 'seqbraid[trackio]'"),
 }
 """Name to adapter, its package, and what to install for it."""
+
+
+ENTRY_POINTS = "seqbraid.sinks"
+"""The group under which a package names its own: each a callable as the classes here, of the run's folder,
+the config and the first step that will be logged, that gives a `Tracker`."""
+
+
+def other_sinks() -> dict[str, EntryPoint]:
+    """Sinks of installed packages, by name; our own names stay ours."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in TRACKERS}
+
+
+def open_tracker(name: str, folder: Path, config: Mapping[str, Any], resume_step: int) -> Tracker:
+    """One of ours, or of another package's."""
+    make = TRACKERS[name][0] if name in TRACKERS else other_sinks()[name].load()
+    found: Tracker = make(folder, config, resume_step)
+    return found
 
 
 def _run_id(folder: Path, service: str, new: Callable[[], str]) -> str:

@@ -18,26 +18,23 @@ from ..mesh import Mesh
 from ..models.agreement import Agreed
 from ..models.step import Step, agree_on, forward_backward
 from ..plan.flops import ModelFlops, peak_flops
+from .best import Best
 from .changes import changes, check_unchanged
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
 from .checkpoint.files import folder_name
 from .config import TrainConfig, as_dict, shared
 from .ending import Ending, write_ending, write_failure
 from .evaluate import evaluate
+from .guard import SpikeGuard
 from .identity import agree_on_model, check_same_model
 from .log import check_sinks
 from .lora import save_adapter
 from .metrics import StepCounts, StepMeter
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
-from .optimizer import (
-    MasterAdamW,
-    gradients_of,
-    make_optimizer,
-    update,
-)
+from .optimizer import check_entries, gradients_of, make_optimizer
+from .profile_steps import StepProfiler
 from .recompute import settle_checkpointing
-from .run_folder import RunFolder, describe, run_sinks
-from .schedule import learning_rate
+from .run_folder import RunFolder, describe, run_sinks, versions
 from .seeds import drawn_seed, seed_everything
 from .setup import (
     adapted_weights,
@@ -50,6 +47,7 @@ from .setup import (
 )
 from .signals import stop_on_signals
 from .summary import lost_reasoning
+from .update import update
 from .weights import split_revision
 
 
@@ -113,8 +111,8 @@ class Trainer:
         self.trained = 0
         """Steps among them that had a label, and so changed the weights."""
         self.progress = 0.0
-        self.best: dict[str, Any] = {}
-        self.best_before: dict[str, Any] = {}
+        self.best = Best(config.train.best_metric, config.train.patience)
+        self.guard = SpikeGuard(config.train.skip_spikes, mesh)
         self.latest: dict[str, float] = {}
         """The numbers that were logged last, by name."""
         self.without_reasoning = 0
@@ -167,8 +165,10 @@ class Trainer:
                 self.sinks.event("changed", step=self.step, what=change)
                 self.sinks.say(change)
             if self.chosen is not None:
-                self.sinks.event("chosen", step=self.step, what=self.chosen)
+                kind = "chosen" if self.config.memory.checkpointing == "auto" else "memory"
+                self.sinks.event(kind, step=self.step, what=self.chosen)
                 self.sinks.say(self.chosen)
+        profiler = StepProfiler(self.config.train.profile, self.folder, self.mesh.rank, self.sinks.say)
         self.meter.start()
         stopped = False
         try:
@@ -181,7 +181,10 @@ class Trainer:
                 if data is None:
                     self._check_trained()
                     break
-                stopped = self._step(data)
+                with profiler.around(self.step + 1):
+                    stopped = self._step(data)
+            if self.best.stops:
+                self._say_stopped_early()
             stopped = stopped and not (self._done() or self.loader.at_end)
             if self.saved != self.step:
                 self._save()
@@ -202,7 +205,7 @@ class Trainer:
 
     def _done(self) -> bool:
         steps = self.config.train.steps
-        return steps is not None and self.step >= steps
+        return self.best.stops or (steps is not None and self.step >= steps)
 
     def _data(self) -> StepData | None:
         """What the next step is made of; None at the end of the data."""
@@ -231,26 +234,27 @@ class Trainer:
         )
         self.where.at("gradient norm and optimizer update")
         gradients = gradients_of(self.optimizer)
-        norm = gradient_norm(gradients, self.mesh)
+        norm = self.guard.agreed(gradient_norm(gradients, self.mesh))
         loss = float(out.mean_loss)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             found = StepFound(self.step + 1, out, norm)
             stop_non_finite(self.folder, self.mesh.rank, self.model, self.optimizer, data, found)
         before, self.progress = self.progress, self._progress(self.step + 1)
-        rate = learning_rate(config, before, self.progress)
-        update(self.optimizer, gradients, norm, config.clip_norm, rate)
+        done = update(self.optimizer, self.guard, config, gradients, norm, (before, self.progress))
         self.step += 1
-        self.trained += 1
+        self.trained += done.skipped is None
         metrics = self.meter.step(
             StepCounts.of(agreed, out),
             loss=loss,
             grad_norm=norm,
-            lr=rate,
+            lr=done.metrics["lr"],
             data_wait_s=data.wait_s,
             epoch=data.epoch,
             fill=data.fill,
         )
-        self._after_step(metrics, agreed.flag)
+        if done.skipped:
+            self._say_skipped(done.skipped)
+        self._after_step({**metrics, **done.metrics}, agreed.flag)
         return agreed.flag
 
     def _after_micro_batch(self, work: Step) -> Callable[[int], None]:
@@ -261,8 +265,7 @@ class Trainer:
         def after(number: int) -> None:
             if number < number_of_all:
                 self.where.at(f"forward and backward of micro-batch {number + 1} of {number_of_all}")
-            if isinstance(self.optimizer, MasterAdamW):
-                self.optimizer.gather_gradients()
+            self.optimizer.gather_gradients()
 
         return after
 
@@ -270,14 +273,21 @@ class Trainer:
         """A step without a label counts, also for the learning rate, but changes no weight and no moment."""
         self.step += 1
         self.progress = self._progress(self.step)
-        with raised_by_all(self.mesh.cpu_group):
-            reason = f"none of its {agreed.counts['tokens']:,} tokens has a label"
-            self.sinks.event("skipped", step=self.step, reason=reason)
-            self.sinks.say(f"step {self.step} is skipped: {reason}")
+        self._say_skipped(f"none of its {agreed.counts['tokens']:,} tokens has a label")
         if self._done() or self.loader.at_end:
             self._check_trained()
         self._after_step({}, agreed.flag)
         return agreed.flag
+
+    def _say_stopped_early(self) -> None:
+        with raised_by_all(self.mesh.cpu_group):
+            self.sinks.event("stopped early", step=self.step, reason=self.best.sentence())
+            self.sinks.say(self.best.sentence())
+
+    def _say_skipped(self, reason: str) -> None:
+        with raised_by_all(self.mesh.cpu_group):
+            self.sinks.event("skipped", step=self.step, reason=reason)
+            self.sinks.say(f"step {self.step} is skipped: {reason}")
 
     def _check_trained(self) -> None:
         """Refuse to end as if something had been trained."""
@@ -299,10 +309,7 @@ class Trainer:
             held_out = make_eval_loader(self.config, self.model_config, self.mesh)
             found = evaluate(self.model, held_out, self.where)
             metrics = {**metrics, **found}
-            improved = found["eval_loss"] < self.best.get("eval_loss", math.inf)
-            if improved:
-                self.best_before = self.best
-                self.best = {"step": self.step, "eval_loss": found["eval_loss"]}
+            improved = self.best.add(self.step, found)
         self.where.at("writing the log")
         self.latest |= metrics
         if metrics:
@@ -328,17 +335,19 @@ class Trainer:
         state = {
             "step": self.step,
             "trained": self.trained,
-            "best": self.best,
+            **self.best.state_dict(),
+            "guard": self.guard.state_dict(),
             "loader": self.loader.state_dict(),
             "config": as_dict(self.config),
             "identity": self.identity,
             "mesh": self.mesh.sizes,
             "checkpointing": self.checkpointing,
+            "versions": versions(),
         }
         self.saved = self.step
         self.where.at(f"saving step {self.step}, once the previous save is written", limit="start")
         self.checkpoints.save(self.step, self.model, self.optimizer, state)
-        if self.best.get("step") == self.step:
+        if self.best.now.get("step") == self.step:
             self.checkpoints.mark_best(self.step)
 
     def _report(self, events: list[Published | Failed]) -> None:
@@ -356,8 +365,7 @@ class Trainer:
                         f"the checkpoint of step {event.step} COULD NOT BE WRITTEN ({event.reason}); "
                         f"{kept}. The run continues, since checkpoint.on_error=continue"
                     )
-                    if self.best.get("step") == event.step:  # nobody can have it
-                        self.best = self.best_before
+                    self.best.lost(event.step)
 
     def _last(self) -> tuple[Path | None, dict[str, Any] | None]:
         """The checkpoint to go on from, and its state."""
@@ -373,7 +381,11 @@ class Trainer:
         state = self.checkpoints.load(path, self.model, self.optimizer)
         self.loader.load_state_dict(state["loader"])
         self.checkpoints.set_back(path, self.config.resume)
-        self.step, self.best = state["step"], state["best"]
+        with raised_by_all(self.mesh.cpu_group):
+            check_entries(self.optimizer)
+        self.step = state["step"]
+        self.best.load_state_dict(state)
+        self.guard.load_state_dict(state.get("guard", {}))
         self.trained = state.get("trained", self.step)
         self.changes = changes(state["config"], as_dict(self.config), self.step)
         # Of the run as it is now: its number of steps or epochs may have changed.

@@ -20,7 +20,6 @@ from seqbraid.plan.units import Units
 from seqbraid.train.checkpoint.checkpoints import Checkpoints
 from seqbraid.train.config import StepConfig
 from seqbraid.train.optimizer import (
-    MasterAdamW,
     gradients_of,
     make_optimizer,
 )
@@ -58,7 +57,7 @@ def stepped(axes: dict[str, int], dtype: torch.dtype) -> Any:
         norms.append(gradient_norm(gradients, mesh))
         optimizer.step()
         optimizer.zero_grad()
-    assert isinstance(optimizer, MasterAdamW) == (dtype == torch.bfloat16)
+    assert optimizer.has_masters == (dtype == torch.bfloat16)
     return norms, {name: full(p) for name, p in model.model.named_parameters()}
 
 

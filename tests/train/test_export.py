@@ -22,7 +22,8 @@ from seqbraid.models.tiny.decoders import COMMON, EXPERTS, tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, TEXT, tiny_media_config, tiny_media_model
 from seqbraid.models.tiny.media_samples import media_sample
 from seqbraid.models.tiny.samples import random_samples
-from seqbraid.train.export import export, export_checkpoint
+from seqbraid.train.after.export import export_checkpoint
+from seqbraid.train.export import export
 from seqbraid.train.lora import LoraOptions, add_lora
 from seqbraid.train.weights import empty_model, fingerprint, load_stock, read_headers
 from seqbraid.verify.reference import stock_step

@@ -123,9 +123,9 @@ def test_a_best_that_could_not_be_saved_is_none(examples: Path, tmp_path: Path) 
     trainer = Trainer(alone, make_mesh(alone))
     trainer.sinks = Sinks()
     before, best = {"step": 2, "eval_loss": 1.5}, {"step": 3, "eval_loss": 1.25}
-    trainer.best_before, trainer.best = before, best
+    trainer.best.before, trainer.best.now = before, best
     trainer._report([Failed(2, "the disk is full")])
-    assert trainer.best == best
+    assert trainer.best.now == best
     trainer._report([Failed(3, "the disk is full")])
-    assert trainer.best == before
+    assert trainer.best.now == before
     trainer.loader.close()

@@ -17,8 +17,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from seqbraid.train.log import LOG_FILE, Sinks, current_records, open_sinks, read_log
+from seqbraid.train.log import LOG_FILE, Sinks, check_sinks, current_records, open_sinks, read_log
 from seqbraid.train.metrics import StepCounts, StepMeter, peak_memory
+from seqbraid.train.trackers import TRACKERS
 
 
 def quiet() -> Console:
@@ -218,3 +219,35 @@ def test_memory_is_the_peak_of_the_process() -> None:
     assert peak_memory(torch.device("cpu")) == pytest.approx(1024 * kib, rel=0.02)
     found = StepMeter(1).step(StepCounts(1, 1, 1), loss=1.0, grad_norm=1.0, lr=1.0, data_wait_s=0.0)
     assert found["memory_gib"] == pytest.approx(kib / 2**20, rel=0.02)
+
+
+def test_an_installed_package_brings_a_sink_by_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "site" / "mine-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[seqbraid.sinks]\nmine = mine_sinks:File\ngone = no_such_module:File\nwandb = mine_sinks:File\n"
+    )
+    (tmp_path / "site" / "mine_sinks.py").write_text(
+        "class File:\n"
+        "    def __init__(self, folder, config, resume_step):\n"
+        "        self.file = open(folder / 'mine.txt', 'a')\n"
+        "        print(config['train'], resume_step, file=self.file)\n"
+        "    def log(self, step, metrics):\n"
+        "        print(step, metrics['loss'], file=self.file)\n"
+        "    def close(self):\n"
+        "        self.file.close()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    check_sinks("mine")
+    sinks = open_sinks(tmp_path / "run", "mine", {"train": "t"}, resume_step=4, console=quiet())
+    sinks.log(4, {"loss": 0.25})
+    sinks.close()
+    assert (tmp_path / "run" / "mine.txt").read_text() == "t 4\n4 0.25\n"
+    with pytest.raises(ValueError, match="'gone' needs its package"):
+        check_sinks("gone")
+    assert isinstance(TRACKERS["wandb"][0], type) and "mine_sinks" not in str(TRACKERS["wandb"][0])
+    with pytest.raises(ValueError, match=r"use any of .*, mine, .* entry point group 'seqbraid\.sinks'"):
+        check_sinks("minne")

@@ -140,7 +140,12 @@ def _width(index: int, count: int) -> float:
 
 
 def _chart(chart: Chart, runs: Sequence[RunLog]) -> str:
-    """A plot of all runs that have the metric; nothing where none has."""
+    plot = chart_plot(chart, runs)
+    return plot and f"<div class='plot'>{plot}</div>"
+
+
+def chart_plot(chart: Chart, runs: Sequence[RunLog], legend: bool = False) -> str:
+    """A plot of all runs that have the metric, as SVG; nothing where none has."""
     noisy: list[Series] = []
     plain: list[Series] = []
     held_out: list[Series] = []
@@ -166,8 +171,7 @@ def _chart(chart: Chart, runs: Sequence[RunLog]) -> str:
     positive = [value for one in series for value in one.y if value > 0]
     # A logarithmic axis is for what spans decades.
     log = chart.log and bool(positive) and max(positive) > 30 * min(positive)
-    plot = line_plot(chart.title, series, "step", chart.unit, log=log, marks=marks, legend=False)
-    return f"<div class='plot'>{plot}</div>"
+    return line_plot(chart.title, series, "step", chart.unit, log=log, marks=marks, legend=legend)
 
 
 def _marks(run: RunLog, color: str) -> list[Mark]:

@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
+from seqbraid.train.after.export import export_checkpoint
 from seqbraid.train.checkpoint.files import check_file, read_manifest
 from seqbraid.train.config_file import load_config
-from seqbraid.train.export import export_checkpoint
 from seqbraid.train.log import current_records
 
 SAME = (

@@ -1,0 +1,54 @@
+"""A parallelized model used as the stock model that it is: answers in one process, and saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedModel
+
+from ..comm.consensus import agree, raised_by_all
+from ..mesh import Mesh
+
+
+def generate_alone(braided: Any, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
+    """The stock model's `generate`, in one process; where ranks share the model it is refused."""
+    if mesh.world_size > 1:
+        raise ValueError(
+            f"generate runs in one process, and this model is shared by {mesh.world_size}; save it with "
+            "save_pretrained, and load it in one process: `seqbraid chat` does"
+        )
+    stock = braided.model
+    was_training = stock.training
+    stock.eval()  # a model in training drops out, and checkpoints without a cache
+    try:
+        return braided.gathered(lambda model: model.model.generate(*args, **kwargs))
+    finally:
+        stock.train(was_training)
+        braided.free()
+
+
+def save_stock(
+    stock: PreTrainedModel,
+    mesh: Mesh,
+    is_sharded: bool,
+    directory: str | Path,
+    tokenizer: Any,
+    options: dict[str, Any],
+) -> None:
+    """Write the stock checkpoint, with its tokenizer or processor; all ranks call it, the first writes."""
+    if hasattr(stock, "peft_config"):
+        raise ValueError(
+            "the model has LoRA adapters, which a stock checkpoint cannot hold; write them with "
+            "seqbraid.train.lora.save_adapter, or merge them with seqbraid.train.export.export"
+        )
+    if is_sharded:
+        agree(mesh.cpu_group, None, alike={"the call": "save_pretrained"})
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        options = {**options, "state_dict": get_model_state_dict(stock, options=whole)}
+    with raised_by_all(mesh.cpu_group):
+        if mesh.rank == 0:
+            stock.save_pretrained(directory, **options)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(directory)
