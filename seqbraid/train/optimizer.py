@@ -87,7 +87,7 @@ def _param_group(group: Group, config: StepConfig, kind: Kind) -> dict[str, Any]
     found: dict[str, Any] = {"params": group.parameters, "lr": group.lr, "weight_decay": group.weight_decay}
     if not kind.decays:
         del found["weight_decay"]
-    return found if group.lr == config.lr else {**found, "peak_lr": group.lr}
+    return found if group.lr == config.lr else {**found, "peak_lr": group.lr, "spec": group.spec}
 
 
 def gradients_of(optimizer: PartwiseOptimizer) -> list[Tensor]:

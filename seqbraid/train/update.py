@@ -46,10 +46,10 @@ def update(
         for group in optimizer.param_groups
     ]
     metrics = {"lr": learning_rate(config, *progress)}
-    for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
         if "peak_lr" in group:
-            metrics[f"lr_group{number}"] = rate
+            metrics[f"lr_group{group['spec']}"] = rate
     usual, skipped = guard.usual, None
     if guard.is_spike(norm):
         skipped = f"its gradient norm of {norm:.4g} is a spike: the median of the steps before is {usual:.4g}"

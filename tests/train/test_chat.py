@@ -6,8 +6,11 @@ import io
 import json
 import os
 import pty
+import random
 import re
+import runpy
 import select
+import shlex
 import signal
 import sys
 import time
@@ -27,9 +30,10 @@ from seqbraid.data.tiny import tiny_training_model
 from seqbraid.train.after.chat import Chat, ChatOptions, Media
 from seqbraid.train.after.load import load_usable
 from seqbraid.train.export import export
-from tests.helpers.ranks import errors
+from tests.helpers.ranks import errors, run
 from tests.helpers.runs import config, train
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 GREEDY = ["--temperature", "0", "--max-new-tokens", "9"]
 
@@ -37,7 +41,7 @@ GREEDY = ["--temperature", "0", "--max-new-tokens", "9"]
 @pytest.fixture(scope="module")
 def run_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "talks"
-    train(config(folder, out, train={"steps": 6, "lr": 1e-2}))
+    train(config(folder, out, train={"steps": 6, "lr": 1e-2}, evaluated=True))
     return out
 
 
@@ -143,6 +147,32 @@ def test_pictures_and_sounds_go_with_a_message(tmp_path: Path) -> None:
         assert processor.tokenizer.decode(new, skip_special_tokens=True).strip() == answer
 
 
+def commands(page: str) -> list[list[str]]:
+    """The chats that a page shows."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    found = [line.removeprefix("$ seqbraid chat ") for line in lines if line.startswith("$ seqbraid chat ")]
+    return [shlex.split(line, comments=True) for line in found]
+
+
+def test_the_chats_in_the_docs_run(
+    run_folder: Path, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    model, processor = tiny_training_model("qwen3_vl")
+    export(model, None, tmp_path / "vl", processor)
+    (tmp_path / "examples" / "shapes" / "media").mkdir(parents=True)
+    make_data = runpy.run_path(str(ROOT / "examples" / "make_data.py"))
+    make_data["shapes"](tmp_path / "examples" / "shapes", "eval0", random.Random(0))
+    places = {"out/run": run_folder, "out/exported": exported, "out/qwen3_vl": tmp_path / "vl"}
+    places["out/examples/shapes"] = tmp_path / "examples" / "shapes"
+    found = commands("README.md") + commands("docs/training.md")
+    assert len(found) == 4
+    for arguments in found:
+        for shown, there in places.items():
+            arguments = [re.sub(rf"^{shown}\b", str(there), argument) for argument in arguments]
+        assert len(said([*arguments, "--max-new-tokens", "3"], ["Hello"], capsys, monkeypatch)) >= 2
+
+
 class Terminal:
     """A process behind a pseudo-terminal."""
 
@@ -209,6 +239,14 @@ def test_a_terminal_shows_escapes_streams_and_is_left_by_ctrl_c(exported: Path, 
 
 
 def test_generate_of_a_parallelized_model_is_the_stock_ones_and_saves_its_tokenizer(tmp_path: Path) -> None:
+    (ids,) = run(_generate_alone, 1, tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("What is it?")["input_ids"] == ids
+    for error in errors(_generate_on_two, 2):
+        assert error.kind == "ValueError" and "this model is shared by 2; save it" in error.message
+
+
+def _generate_alone(folder: Path) -> list[int]:
+    """Before a step and after one; a sharded model of one rank computes in 16 bits."""
     model, tokenizer = tiny_training_model("qwen3", 0)
     ids = tokenizer("What is it?", return_tensors="pt")["input_ids"]
     asked: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -216,14 +254,11 @@ def test_generate_of_a_parallelized_model_is_the_stock_ones_and_saves_its_tokeni
     model = tiny_training_model("qwen3", 0)[0].train()
     braided = sb.parallelize(model, compute_dtype=torch.bfloat16)
     assert braided.config is model.config
-    for _ in range(2):  # before a step and after
+    for _ in range(2):
         assert torch.equal(braided.generate(ids, **asked), wanted) and model.training
         braided(sb.pack([{"input_ids": ids[0]}], braided.config)).loss.backward()
-    braided.save_pretrained(tmp_path, tokenizer=tokenizer)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert again("What is it?")["input_ids"] == ids[0].tolist()
-    for error in errors(_generate_on_two, 2):
-        assert error.kind == "ValueError" and "this model is shared by 2; save it" in error.message
+    braided.save_pretrained(folder, tokenizer=tokenizer)
+    return ids[0].tolist()
 
 
 def _generate_on_two() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 from ...data.chat.special import special_pattern
 from ...data.media.files import MediaFiles
@@ -16,6 +16,8 @@ from .load import Usable
 
 MARK = "qzaqza"
 """A word that no template says by itself."""
+HALF = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer gives for bytes that are no whole character."""
 
 
 @dataclass(frozen=True)
@@ -169,17 +171,39 @@ class Chat:
         return [end for end in dict.fromkeys([*ends, self.tokenizer.eos_token_id]) if end is not None]
 
 
-class _Pieces(TextStreamer):
-    """Hands text on as soon as it is whole words."""
+class _Pieces(BaseStreamer):
+    """Hands text on token by token, but for a character that only the next tokens make whole."""
 
     def __init__(self, tokenizer: Any, hear: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.hear = hear
+        self.tokenizer, self.hear = tokenizer, hear
+        self.ids: list[int] | None = None
+        """Of the answer; None before the prompt, which comes first."""
+        self.before, self.told = 0, 0
+        """The tokens from `before` up to `told` are told, and say how those behind them are spelled."""
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """A piece of the answer."""
-        if text:
-            self.hear(text)
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, and then token by token."""
+        if self.ids is None:
+            self.ids = []
+            return
+        self.ids += value.flatten().tolist()
+        self._tell(HALF)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        self._tell(None)
+
+    def _tell(self, waits_for: str | None) -> None:
+        ids = self.ids or []
+        known = self._text(ids[self.before : self.told])
+        text = self._text(ids[self.before :])
+        if len(text) > len(known) and not (waits_for and text.endswith(waits_for)):
+            self.before, self.told = self.told, len(ids)
+            self.hear(text[len(known) :])
+
+    def _text(self, ids: list[int]) -> str:
+        found: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return found
 
 
 def _files(path: Path) -> MediaFiles:

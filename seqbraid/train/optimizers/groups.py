@@ -27,6 +27,8 @@ class GroupSpec:
 class Group:
     """Parameters that are stepped alike."""
 
+    spec: int | None
+    """The number of the entry of `train.groups` that it comes from."""
     match: str | None
     lr: float
     weight_decay: float
@@ -96,7 +98,7 @@ def grouped(
         key = (-1 if index is None else index, not muon, p.ndim < 2, decay)
         if key not in groups:
             peak = lr if spec.lr is None else spec.lr
-            groups[key] = Group(spec.match or None, peak, decay, muon, [])
+            groups[key] = Group(index, spec.match or None, peak, decay, muon, [])
         groups[key].parameters.append(p)
     for index, spec in enumerate(specs):
         if index not in used:
