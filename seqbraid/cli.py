@@ -383,8 +383,8 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 COMMANDS = (
-    _add_layout, _add_verify, _add_demo, _add_train, _add_inspect, _add_chat, _add_export, _add_report, _add_bench,
-    _add_doctor,
+    _add_layout, _add_verify, _add_demo, _add_train, _add_inspect, _add_chat, _add_export, _add_report,
+    _add_bench, _add_doctor,
 )  # fmt: skip
 """In the order of the help."""
 
