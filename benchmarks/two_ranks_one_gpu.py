@@ -28,7 +28,7 @@ from seqbraid.models.tiny.decoders import tiny_config
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.models.unchanged import Unchanged
 
-LENGTHS = (1, 2, 63, 64, 65, 130, 257, 4000)
+LENGTHS = (1, 2, 63, 64, 65, 130, 257)
 SIZES = {
     "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192,
@@ -47,7 +47,7 @@ MODELS = {
 
 
 def step(
-    family: str, mesh: Mesh, policy: str, device: str, dtype: torch.dtype = torch.bfloat16
+    family: str, mesh: Mesh, policy: str, device: str, longest: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:
     """Loss and gradients of one step, summed over the ranks."""
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def step(
     placed = own_parts(model, device)
     braided._unchanged = Unchanged(model)  # parts have shapes of their own here
     braided.to(device)
-    batch = pack(random_samples(LENGTHS, 512), config, mesh, policy=policy).to(device)
+    batch = pack(random_samples((*LENGTHS, longest), 512), config, mesh, policy=policy).to(device)
     out = braided(batch)
     out.loss.backward()
     row = braided.groups["row"]
@@ -90,7 +90,7 @@ def own_parts(model: torch.nn.Module, device: str) -> dict[str, int]:
     return dims
 
 
-def rank_main(rank: int, store: str, results: str, family: str, device: str) -> None:
+def rank_main(rank: int, store: str, results: str, family: str, device: str, longest: int) -> None:
     """One of two ranks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     dist.init_process_group("cpu:gloo,cuda:gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -101,7 +101,7 @@ def rank_main(rank: int, store: str, results: str, family: str, device: str) -> 
     for sizes in meshes:
         for policy in ("balanced",) if "tp" in sizes else ("zigzag", "balanced"):
             mesh = Mesh(**sizes)
-            sums = step(family, mesh, policy, device)
+            sums = step(family, mesh, policy, device, longest)
             found[f"{sizes} {policy}"] = {name: x.cpu() for name, x in sums.items()}
     if rank == 0:
         torch.save(found, results)
@@ -114,14 +114,16 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--longest", type=int, default=4000, help="tokens of the longest sample")
     parser.add_argument("--model", choices=MODELS, default="llama")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (f"{folder}/store", f"{folder}/results.pt", args.model, args.device), nprocs=2)
+        how = (args.model, args.device, args.longest)
+        mp.spawn(rank_main, (f"{folder}/store", f"{folder}/results.pt", *how), nprocs=2)
         found = torch.load(f"{folder}/results.pt")
     alone = Mesh(rank=0, world_size=1)
     one, exact = (
-        {n: x.cpu() for n, x in step(args.model, alone, "balanced", args.device, dtype).items()}
+        {n: x.cpu() for n, x in step(args.model, alone, "balanced", args.device, args.longest, dtype).items()}
         for dtype in (torch.bfloat16, torch.float32)
     )
     noise = errors(one, exact)

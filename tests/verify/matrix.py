@@ -131,6 +131,8 @@ def _can_have(config: Any, family: str, mutant: Mutant) -> bool:
     }
     if mutant.name == "KV gradient not summed over tp":
         return bool(text.num_key_value_heads % mutant.tp)
+    if mutant.name == "the routers' loss of each rank alone":  # where it weighs enough to be seen
+        return has[mutant.check] and text.router_aux_loss_coef > 0.01
     if mutant.name == "DeepStack rows not re-indexed":
         return family in MEDIA and bool(getattr(config.vision_config, "deepstack_visual_indexes", None))
     return has[mutant.check]
