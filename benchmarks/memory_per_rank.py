@@ -177,7 +177,7 @@ def main() -> None:
             f"{most.saved / 2**20:7.2f} MiB, {of_one[1]}; norms and residuals {of_one[2]}; largest tensor "
             f"over the whole sequence {most.shape}, {most.elements / full:.2f} × tokens × hidden"
         )
-        if size > 1 and most.elements >= full and args.mesh != "tp":
+        if size > 1 and most.elements >= full and args.mesh not in ("tp", "ep"):
             raise SystemExit("a rank holds a tensor of full-sequence × hidden size")
         if size > 1 and {"tp": "vocabulary", "ep": "experts"}.get(args.mesh) in whole:
             raise SystemExit("a rank has a tensor of the whole vocabulary, or of all experts of a layer")
