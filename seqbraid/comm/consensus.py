@@ -19,12 +19,12 @@ FEWEST = 16
 
 def gather_ints(handle: dist.ProcessGroup | None, values: Sequence[int]) -> list[list[int]]:
     """What every rank of a (CPU) process group brings, in rank order."""
-    return _gather(handle, torch.tensor(list(values), dtype=torch.int64))
+    return _gather(handle, torch.tensor(list(values), dtype=torch.int64, device="cpu"))
 
 
 def gather_floats(handle: dist.ProcessGroup | None, values: Sequence[float]) -> list[list[float]]:
     """What every rank of a (CPU) process group brings, to the last bit, in rank order."""
-    return _gather(handle, torch.tensor(list(values), dtype=torch.float64))
+    return _gather(handle, torch.tensor(list(values), dtype=torch.float64, device="cpu"))
 
 
 def gather_objects(handle: dist.ProcessGroup | None, value: T) -> list[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -27,13 +27,17 @@ def running_step() -> StepContext | None:
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Turn `torch.inference_mode` into `torch.no_grad`: plans that are made here and kept serve later steps
-    too, and a backward refuses tensors of inference mode.
+    """Make tensors as if the user had changed nothing for all of torch.
+
+    `torch.inference_mode` becomes `torch.no_grad`, since plans that are made here and kept serve later steps
+    too, and a backward refuses tensors of inference mode; `torch.set_default_device` does not reach indices.
     """
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
+    with ExitStack() as stack:
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
         yield
 
 

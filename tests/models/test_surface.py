@@ -15,6 +15,7 @@ import seqbraid as sb
 from seqbraid.layout import samples_from_dense
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import LENGTHS, random_samples
+from seqbraid.plan.memory import MemoryOptions
 from tests.helpers import ranks
 
 
@@ -150,6 +151,19 @@ def evaluate_in_inference_mode(family: str) -> bool:
 @pytest.mark.parametrize(("family", "size"), [("llama", 1), ("qwen3_5", 1), ("qwen3_5", 2)])
 def test_evaluation_in_inference_mode_leaves_nothing_that_a_backward_refuses(family: str, size: int) -> None:
     assert all(ranks.run(evaluate_in_inference_mode, size, family))
+
+
+def test_another_default_device_reaches_no_index() -> None:
+    """As `torch.set_default_device("cuda")` would; on "meta" every tensor that it reaches fails."""
+    stock = tiny_model("qwen3_5")
+    samples, memory = random_samples([23, 6], 97), MemoryOptions(checkpointing="full")
+    expected = sb.parallelize(stock)(sb.pack(samples, stock.config)).mean_loss
+    again = tiny_model("qwen3_5")
+    with torch.device("meta"):
+        model = sb.parallelize(again, memory=memory)
+        out = sb.forward_backward(model, [sb.pack(samples, again.config)])
+    assert torch.equal(out.mean_loss, expected)
+    assert all(p.grad is not None and p.grad.device.type == "cpu" for p in again.parameters())
 
 
 def test_a_dense_batch_enters_by_the_same_door() -> None:
