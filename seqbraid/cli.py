@@ -139,6 +139,9 @@ def _add_verify(commands: Commands) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--mtp", type=int, default=0, metavar="DEPTH", help="with multi-token prediction of this many depths"
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write every error and its noise floor to this file"
     )
     parser.add_argument(
@@ -156,7 +159,7 @@ def _verify(args: argparse.Namespace) -> int:
     from .verify.run import load_model, verify_model, verify_mutants
 
     mesh = Mesh(ring=args.ring, ulysses=args.ulysses, tp=args.tp, dp_shard=args.dp_shard, ep=args.ep)
-    model = load_model(args.model, args.seed)
+    model = load_model(args.model, args.seed, args.mtp)
     if mesh.world_size > 1:
         join_on_cpu("verify")
     parity = verify_model(model, args.model, args.lengths, args.policy, args.seed, mesh, args.gated_delta)

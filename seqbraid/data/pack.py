@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
-from ..layout.labels import IGNORE, targets_of
+from ..layout.labels import IGNORE, mtp_targets_of, targets_of
 from ..mesh import Mesh
 from ..models.batch import BadBatch, PackedBatch, Row
 from ..models.families import MediaFamily, family_of
@@ -35,6 +35,7 @@ def pack(
     fp8: bool = False,
     check_media: bool = False,
     plans: RowPlans | None = None,
+    mtp_depth: int = 0,
 ) -> PackedBatch:
     """Pack samples into one row and return this rank's part of it; pure: no communication between ranks.
 
@@ -57,6 +58,7 @@ def pack(
         fp8: pad the tokens of a rank to a multiple of 16 as well.
         check_media: check pixels and audio for NaN and infinity, which takes a pass over them.
         plans: the result of `plan_row` for these samples and settings; made here by default.
+        mtp_depth: depths of the model's multi-token prediction, where it has that.
 
     >>> from transformers import LlamaConfig
     >>> batch = pack([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}], LlamaConfig())
@@ -66,9 +68,11 @@ def pack(
     mesh = Mesh() if mesh is None else mesh
     try:
         with normal_tensors():
-            row = build_row(samples, config, check_media, mesh.row_rank)
+            row = build_row(samples, config, check_media, mesh.row_rank, mtp_depth)
             if plans is None:
                 plans = plan_row(row.lengths, config, mesh, policy, multiple_of, pad_to, fp8)
+            if mtp_depth:
+                plans.shift(mtp_depth, torch.device("cpu"))
             return row.split(plans)
     except Exception as error:
         bad = BadBatch(error)
@@ -99,11 +103,16 @@ def plan_row(
 
 
 def build_row(
-    samples: Sequence[Mapping[str, Any]], config: Any, check_media: bool = False, rank: int = 0
+    samples: Sequence[Mapping[str, Any]],
+    config: Any,
+    check_media: bool = False,
+    rank: int = 0,
+    mtp_depth: int = 0,
 ) -> Row:
     """Check the samples one by one and join them; targets are shifted and positions counted per sample.
 
-    `rank` is the one whose media the samples hold, where they say who encodes what.
+    `rank` is the one whose media the samples hold, where they say who encodes what; `mtp_depth` how many
+    tokens beyond the next one are predicted.
     """
     if isinstance(samples, Mapping | Tensor) or not isinstance(samples, Iterable):
         raise ValueError(
@@ -113,7 +122,7 @@ def build_row(
     if not samples:
         raise ValueError("samples is empty: a row needs at least one sample")
     family = family_of(config)
-    ids, targets, positions = [], [], []
+    ids, targets, further, positions = [], [], [], []
     media: list[MediaInput] = []
     fields = Fields(samples)
     first = 0
@@ -122,6 +131,7 @@ def build_row(
         ids.append(sample_ids)
         # Shifted here, where the sample's end is known, so that no rank ever needs its neighbour's label.
         targets.append(targets_of(labels))
+        further.append(mtp_targets_of(labels, mtp_depth))
         # Positions first: they find the item whose placeholders and features do not match.
         with _named(number):
             positions.append(sample_positions({**sample, "input_ids": sample_ids}, config))
@@ -140,6 +150,7 @@ def build_row(
         None if family is None else tuple(media),
         _filler(row_ids, config, family),
         *fields.joined(),
+        mtp_targets=torch.cat(further, 1) if mtp_depth else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from ..comm.consensus import agree
 from ..mesh import Mesh
 from ..models.agreement import config_values
 from ..models.braided import BraidedModel
+from ..models.mtp import attached
+from ..models.mtp_module import MtpOptions
 from ..ops.kernels import KernelOptions
 from ..plan.memory import MemoryOptions
 from .fsdp import check_compute_dtype, shard_parameters
@@ -24,6 +27,7 @@ def parallelize(
     memory: MemoryOptions | None = None,
     compute_dtype: torch.dtype | None = None,
     kernels: KernelOptions | None = None,
+    mtp: MtpOptions | None = None,
 ) -> BraidedModel:
     """Put a stock model on the mesh; refuses, before anything is changed, a model that we could not keep
     exact.
@@ -38,6 +42,8 @@ def parallelize(
             gradients; the parameters' own type when left out.
         kernels: which kernels compute attention, the gated delta rule, the loss; by default the first of each
             that is installed, fits and is right (`seqbraid doctor` lists them).
+        mtp: trains the model's multi-token prediction too, from its checkpoint's `mtp.` tensors
+            ([docs/mtp.md](docs/mtp.md)); without it they stay as they are.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -51,12 +57,15 @@ def parallelize(
     """
     mesh = Mesh() if mesh is None else mesh
     memory = MemoryOptions() if memory is None else memory
-    group, error, braided, alike = mesh.cpu_group, None, None, {}
+    group, error, braided, alike, attaching = mesh.cpu_group, None, None, {}, ExitStack()
     try:
         check_model(model, mesh)
+        if mtp is not None:
+            attaching.enter_context(attached(model, mtp))
         check_compute_dtype(model, compute_dtype)
         alike = _alike(model, gated_delta, memory, compute_dtype, kernels)
         braided = BraidedModel(model, mesh, gated_delta, kernels)
+        braided.until_release(attaching)
         apply_memory_options(braided, memory)
     except Exception as problem:
         error = problem
@@ -66,6 +75,7 @@ def parallelize(
     except Exception:
         if braided is not None:
             braided.release()
+        attaching.close()
         raise
     assert braided is not None
     braided.join_groups()

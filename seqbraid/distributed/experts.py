@@ -18,7 +18,7 @@ from ..plan.units import expert_cut
 def place_experts(parts: ModelParts, mesh: Mesh) -> None:
     """Leave each rank its own experts; FSDP2 takes them from there."""
     axis = mesh.device_meshes["ep"]
-    for module in (module for layer in parts.layers for module in layer.experts):
+    for module in (module for layer in parts.every_layer for module in layer.experts):
         for name, whole in list(module._parameters.items()):
             assert whole is not None
             # Each rank has the same whole one.

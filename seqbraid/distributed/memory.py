@@ -21,13 +21,13 @@ def apply_memory_options(model: BraidedModel, options: MemoryOptions) -> None:
             "checkpointing='auto' is chosen by seqbraid train, which knows the rows; here use 'none', "
             "'selective' or 'full', or what seqbraid.plan.auto.choose_checkpointing gives"
         )
-    layers = list(model.parts.layer_list)
+    layers = [layer.module for layer in model.parts.every_layer]
     if options.checkpointing != "none":
         _refuse_second_checkpoint(model, layers)
     if options.mlp_tile is not None:
         # Routed experts are left alone: how many tokens they get is up to the router, and they never see all
         # of them at once.
-        found = [module for layer in model.parts.layers for module in layer.dense]
+        found = [module for layer in model.parts.every_layer for module in layer.dense]
         if not found:
             raise ValueError(
                 f"mlp_tile={options.mlp_tile}: {type(model.model).__name__} has no dense MLP that can be "

@@ -171,7 +171,7 @@ class SequenceLayout:
         import torch
 
         stacked = torch.cat(list(parts), dim=dim)
-        return stacked.index_select(dim, torch.from_numpy(self._slot_of_token).to(stacked.device))
+        return stacked.index_select(dim, torch.from_numpy(self.slot_of_token).to(stacked.device))
 
     def attention_cost(self, rank: int) -> float:
         """Query-key pairs that a rank computes in a causal softmax layer, in pairs over all heads."""
@@ -236,7 +236,8 @@ class SequenceLayout:
         return index
 
     @cached_property
-    def _slot_of_token(self) -> np.ndarray:
+    def slot_of_token(self) -> np.ndarray:
+        """Where each token of the row is: its slot, counted over the shards of all ranks."""
         index = np.concatenate([self._index(rank) for rank in range(self.num_ranks)])
         slots = np.flatnonzero(index != PADDING)
         slot_of_token = np.empty(self.num_tokens, dtype=np.int64)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -19,13 +20,15 @@ from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
 from ..sequence_parallel.ulysses import SoftmaxHeads
 from . import attention
 from .batch import PackedBatch
-from .dropout import active_dropout, braid_dropout
+from .dropout import braid_dropout, is_active
 from .expert_check import check_experts, refuse_adapted_experts
 from .experts import BraidedExperts, are_experts, braid_experts, count_of_all
 from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
 from .head import check_nothing_around, check_plain, refuse_adapter
 from .mixers import gated_delta_sizes, local_heads
+from .mtp_module import NAME as MTP
+from .mtp_step import MtpOutput, run_mtp
 from .parts import ModelParts
 from .randomness import no_random_numbers, refuse_random_layers
 from .router import check_router_loss
@@ -57,6 +60,8 @@ class DecoderOutput:
     """`[T, E]` per layer with experts; None where they were not asked for."""
     expert_counts: Tensor | None = None
     """Where this rank's tokens went (`experts.count_of_all`)."""
+    mtp: MtpOutput | None = None
+    """What multi-token prediction gives; None where it was not asked for."""
 
 
 class Adapter:
@@ -94,7 +99,7 @@ class Adapter:
         tensor = None if mesh.tp == 1 else TensorPlan.of_mesh(self.parts, mesh)
         if mesh.ep > 1:
             check_experts(self.parts, mesh.ep)
-        for layer in self.parts.layers:
+        for layer in self.parts.every_layer:
             if layer.mixer is not None and layer.kind != "gated_delta":
                 heads = local_heads(self.parts.heads(layer), mesh.tp, mesh.axis_rank("tp"))
                 SoftmaxHeads(heads.num_queries, heads.num_keys, mesh.ulysses)
@@ -124,20 +129,33 @@ class Adapter:
         """Experts, dropout, norms, gates and rotations, wherever they are; layers that have some say which
         step they run for.
         """
-        for module in (part for layer in self.parts.layers for part in layer.experts):
+        for module in (part for layer in self.parts.every_layer for part in layer.experts):
             if are_experts(module) and "forward" not in vars(module):  # layers may share one
                 self.experts.append(braid_experts(module, len(self.experts)))
                 self._bound.append(module)
-        for name, module in self.decoder.named_modules():
+        for name, module in self._text_modules():
             if isinstance(module, nn.Dropout):
                 braid_dropout(module, name)
                 self._bound.append(module)
         self._bound += fuse_parts(self.decoder)
+        if self.parts.mtp is not None:
+            self._bound += fuse_parts(self.parts.mtp.module)
         inside = {id(module) for module in self._bound}
-        for layer in self.parts.layer_list:
+        for layer in (part.module for part in self.parts.every_layer):
             if any(id(module) in inside for module in layer.modules()):
                 bind_layer(layer)
                 self._bound.append(layer)
+
+    def _text_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Of the decoder and of multi-token prediction, by name."""
+        yield from self.decoder.named_modules()
+        if self.parts.mtp is not None:
+            yield from self.parts.mtp.module.named_modules(prefix=MTP)
+
+    @property
+    def dropping(self) -> dict[str, nn.Dropout]:
+        """The dropout that would be drawn now."""
+        return {name: module for name, module in self._text_modules() if is_active(module)}
 
     def unbraid(self) -> None:
         """Give the stock model back as it came."""
@@ -150,6 +168,11 @@ class Adapter:
         del vars(self.model)[MARK]
 
     def _set_attention(self, name: str) -> None:
+        self._set_main_attention(name)
+        if self.parts.mtp is not None:  # whose layers have a config of their own
+            self.parts.mtp.module.config._attn_implementation = name
+
+    def _set_main_attention(self, name: str) -> None:
         self.model.set_attn_implementation(name)
 
     @property
@@ -174,7 +197,7 @@ class Adapter:
         _check_embeddings(self._embeddings, self.name)
         if self.is_training:
             refuse_random_layers(self.model, self.decoder, self.config, self.name)
-        for name, module in active_dropout(self.decoder).items() if seed is None else ():
+        for name, module in self.dropping.items() if seed is None else ():
             raise ValueError(
                 f"{self.name} trains with dropout {module.p} at {name!r}; pass the seed it is drawn from, "
                 "model(batch, seed=…), the same for all batches and ranks of an optimizer step and a "
@@ -201,23 +224,35 @@ class Adapter:
                 f"(max_position_embeddings={limit}); truncate the sample"
             )
 
-    def decode(self, batch: PackedBatch, context: StepContext, with_router: bool) -> DecoderOutput:
-        """The decoder on this rank's tokens."""
+    def decode(
+        self, batch: PackedBatch, context: StepContext, with_router: bool, with_mtp: bool = False
+    ) -> DecoderOutput:
+        """The decoder on this rank's tokens, and the depths of multi-token prediction behind it."""
         extra = {"output_router_logits": True} if with_router else {}
+        mtp = None
         positions_4T = batch.positions
         device = batch.input_ids.device
         with ExitStack() as stack:
             stack.enter_context(running(context))
             if self.is_training:
                 stack.enter_context(no_random_numbers(device, self.config, self.name))
+            inputs = self._inputs(batch, context)
+            if with_mtp and "inputs_embeds" not in inputs:
+                inputs = {"inputs_embeds": self.parts.embedding(inputs["input_ids"])}
             outputs = self.decoder(
-                **self._inputs(batch, context),
+                **inputs,
                 position_ids=positions_4T[:, None] if self._multimodal_rope() else positions_4T[:1],
                 attention_mask=attention.no_mask(device),
                 use_cache=False,
                 braid=context,
                 **extra,
             )
+            if with_mtp:
+                hidden_TD, embeds_TD = (
+                    outputs.last_hidden_state.squeeze(0),
+                    inputs["inputs_embeds"].squeeze(0),
+                )
+                mtp = run_mtp(self.parts, hidden_TD, embeds_TD, batch, context, self.experts, with_router)
         missing = set(range(self.config.num_hidden_layers)) - context.mixed_layers
         if missing:
             raise ValueError(
@@ -226,12 +261,14 @@ class Adapter:
                 "into each other there"
             )
         counts = count_of_all(self.experts, context)
+        if counts is not None and mtp is not None and mtp.expert_counts is not None:
+            counts = torch.cat([counts, mtp.expert_counts])
         if not with_router:
-            return DecoderOutput(outputs.last_hidden_state.squeeze(0), expert_counts=counts)
+            return DecoderOutput(outputs.last_hidden_state.squeeze(0), expert_counts=counts, mtp=mtp)
         router = getattr(outputs, "router_logits", None)
         if not router:
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
-        return DecoderOutput(outputs.last_hidden_state.squeeze(0), tuple(router), counts)
+        return DecoderOutput(outputs.last_hidden_state.squeeze(0), tuple(router), counts, mtp)
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""

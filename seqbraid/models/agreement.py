@@ -117,7 +117,7 @@ def fingerprint(batches: Sequence[PackedBatch]) -> int:
     return zlib.crc32(repr([batch.fingerprint for batch in batches]).encode())
 
 
-def check_batch(batch: Any, mesh: Mesh) -> None:
+def check_batch(batch: Any, mesh: Mesh, mtp_depth: int = 0) -> None:
     """Refuse what is no batch of this rank; a `BadBatch` raises its own reason."""
     if isinstance(batch, BadBatch):
         raise batch.error
@@ -137,6 +137,12 @@ def check_batch(batch: Any, mesh: Mesh) -> None:
         raise ValueError(
             f"the batch was packed for rank {batch.plans.tp_rank} of tp={batch.plans.tp}; this is rank "
             f"{mesh.axis_rank('tp')} of tp={mesh.tp}: pass the model's mesh to pack"
+        )
+    if batch.mtp_depth != mtp_depth:
+        raise ValueError(
+            f"the batch was packed with mtp_depth={batch.mtp_depth}, but the model predicts {mtp_depth} "
+            f"tokens beyond the next: pass mtp_depth={mtp_depth} to pack, or mtp=MtpOptions(depth=…) to "
+            "parallelize"
         )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
-from ..layout.labels import IGNORE
+from ..layout.labels import IGNORE, ahead_of
 from ..sequence_parallel.plans import RowPlans
 from .media import MediaBatch, MediaInput
 
@@ -47,6 +47,10 @@ class PackedBatch:
     """Samples of the whole row that have a target."""
     weight_sum: float | None = None
     """Sum of the weights of the targets of the whole row; None where samples have no `weights`."""
+    mtp_targets: Tensor | None = None
+    """`[K, T]`: of each depth of multi-token prediction, shifted per sample before the split."""
+    mtp_weights: Tensor | None = None
+    """`[K, T]`: what the loss of each of them is multiplied by; None where each counts once."""
 
     @property
     def weights(self) -> Tensor | None:
@@ -68,6 +72,11 @@ class PackedBatch:
         return replace(self, fields={**self.fields, **{name: x.detach() for name, x in fields.items()}})
 
     @property
+    def mtp_depth(self) -> int:
+        """Depths of multi-token prediction that the batch was packed for."""
+        return 0 if self.mtp_targets is None else len(self.mtp_targets)
+
+    @property
     def layout(self) -> SequenceLayout:
         """Where the tokens of the row are."""
         return self.plans.layout
@@ -86,7 +95,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The batch with its tensors on another device."""
-        names = ("input_ids", "targets", "positions", "keys")
+        names = ("input_ids", "targets", "positions", "keys", "mtp_targets", "mtp_weights")
         tensors: dict[str, Any] = {
             name: x.to(device) for name in names if (x := getattr(self, name)) is not None
         }
@@ -136,12 +145,19 @@ class Row:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """As `PackedBatch` has them, of the whole row."""
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
+    mtp_targets: Tensor | None = None
+    """As `PackedBatch` has them, of the whole row."""
 
     def split(self, plans: RowPlans) -> PackedBatch:
         """Select a rank's part of everything by the layout's one index."""
         layout, rank = plans.layout, plans.rank
         is_target = self.targets != IGNORE
         weights = self.fields.get(WEIGHTS)
+        ahead = None
+        if weights is not None and self.mtp_targets is not None:
+            ahead = torch.cat(
+                [ahead_of(x, len(self.mtp_targets)) for x in weights.split(self.lengths)], dim=1
+            )
         return PackedBatch(
             plans,
             layout.shard(self.input_ids, rank, fill=self.filler),
@@ -155,6 +171,8 @@ class Row:
             self.scalars,
             sum(bool(of_sample.any()) for of_sample in is_target.split(self.lengths)),
             None if weights is None else float(weights[is_target].double().sum()),
+            None if self.mtp_targets is None else layout.shard(self.mtp_targets, rank, dim=1, fill=IGNORE),
+            None if ahead is None else layout.shard(ahead, rank, dim=1),
         )
 
     def _keys(self) -> Tensor:

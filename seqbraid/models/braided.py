@@ -18,7 +18,6 @@ from ..comm.group import Group
 from ..comm.tokens import gather_tokens
 from ..mesh import Mesh
 from ..ops.kernels import KernelOptions
-from ..ops.linear_cross_entropy import LossSums, linear_cross_entropy
 from ..ops.table import make_kernels
 from ..sequence_parallel.context import StepContext
 from . import values
@@ -34,15 +33,16 @@ from .agreement import (
 )
 from .backward_once import backward_once
 from .batch import PackedBatch
-from .dropout import active_dropout
 from .head import call_with_head
 from .local_tokens import LocalTokens, TokenLogprobs
 from .media_adapter import make_adapter
-from .output import ExpertLoad, LocalLoss, StepOutput
+from .mtp_step import sums_of_depths
+from .output import ExpertLoad, LocalLoss, MtpReport, StepOutput
 from .own_loss import OwnLoss
 from .parts import ModelParts
 from .router import load_balancing_loss
 from .running import normal_tensors
+from .step_loss import MTP_SUMS, StepLoss, step_loss
 from .stock_again import generate_alone, save_stock
 from .unchanged import Unchanged
 
@@ -155,28 +155,37 @@ class BraidedModel(nn.Module):
         loss: OwnLoss | None = None,
     ) -> LocalLoss:
         """See `local_loss`, which gathers the parameters of a sharded model around it."""
-        decoded = self.decode(batch, self._adapter.uses_router_loss, seed)
-        sums = self._loss(decoded.hidden_TD, batch, loss)
+        with_mtp = batch.mtp_depth > 0
+        decoded = self.decode(batch, self._adapter.uses_router_loss, seed, with_mtp)
+        sums = self._loss(decoded, batch, loss)
         # A rank without labels contributes an exact zero, and still takes part in the backward.
         share = sums.loss / (divisor or 1)
-        aux = torch.zeros_like(sums.loss)
+        aux = torch.zeros_like(sums.main)
         if decoded.router_logits is not None:
-            top_k = self._adapter.config.num_experts_per_tok
             # Per row, weighted by the row's labels: no mesh and no accumulation changes it.
-            weight = batch.label_tokens / max(1, label_tokens)
-            real = batch.real[batch.plans.share]
-            aux = weight * load_balancing_loss(decoded.router_logits, real, top_k, self.groups["row"])
+            aux = batch.label_tokens / max(1, label_tokens) * self._router_loss(decoded, batch)
             share = share + self._adapter.config.router_aux_loss_coef * aux
             # Of all tokens of the tp ranks, as the other sums are.
             aux = self.groups["tp"].all_reduce(aux.detach())
         # In float64, where the count of correct tokens is exact.
-        found = torch.stack([x.detach().double() for x in (sums.loss, sums.correct, aux)])
+        found = torch.stack([x.detach().double() for x in (sums.main, sums.correct, aux)])
+        if sums.mtp_K3 is not None:
+            found = torch.cat([found, sums_of_depths(sums, batch, self.groups["row"], self.groups["tp"])])
         return LocalLoss(share, found, decoded.expert_counts)
+
+    def _router_loss(self, decoded: DecoderOutput, batch: PackedBatch) -> Tensor:
+        """Of the decoder's routers, and of those of multi-token prediction beside them."""
+        top_k, row = self._adapter.config.num_experts_per_tok, self.groups["row"]
+        aux = load_balancing_loss(decoded.router_logits or (), batch.real[batch.plans.share], top_k, row)
+        if decoded.mtp is not None and (logits_RE := decoded.mtp.router_logits_RE) is not None:
+            every = logits_RE.new_ones(len(logits_RE), dtype=torch.bool)
+            aux = aux + load_balancing_loss((logits_RE,), every, top_k, row)
+        return aux
 
     def output(
         self,
         loss: Tensor,
-        sums_N3: Tensor,
+        sums_NX: Tensor,
         label_tokens: int,
         divisor: float,
         expert_counts: Tensor | None = None,
@@ -187,14 +196,18 @@ class BraidedModel(nn.Module):
         if expert_counts is not None and "tp" in self.groups:  # whose ranks route tokens of their own
             expert_counts = self.groups["tp"].all_reduce(expert_counts)
         counted = [] if expert_counts is None else [expert_counts.flatten()]
-        own = torch.cat([sums_N3.flatten(), *(x[None].to(sums_N3) for x in metrics.values()), *counted])
+        own = torch.cat([sums_NX.flatten(), *(x[None].to(sums_NX) for x in metrics.values()), *counted])
         sums = self.groups["loss"].all_reduce(own)
-        losses_N, correct_N, aux_N = sums[: sums_N3.numel()].view_as(sums_N3).unbind(1)
-        load, size = None, sums_N3.numel() + len(metrics)
+        of_batches_NX = sums[: sums_NX.numel()].view_as(sums_NX)
+        losses_N, correct_N, aux_N = of_batches_NX[:, :3].unbind(1)
+        load, size = None, sums_NX.numel() + len(metrics)
         if expert_counts is not None:
             counts = sums[size:].view_as(expert_counts)
             load = ExpertLoad(counts[:, :-1], counts[:, -1])
-        loss_sum = losses_N.sum()
+        loss_sum, mtp, mtp_loss = losses_N.sum(), None, None
+        if sums_NX.shape[1] > 3:
+            mtp = MtpReport(*of_batches_NX[:, 3:].sum(0).view(-1, MTP_SUMS).unbind(1))
+            mtp_loss = (mtp.loss_sums_K.mean() / (divisor or 1)).to(loss.dtype)
         return StepOutput(
             loss=loss,
             mean_loss=(loss_sum / (divisor or 1)).to(loss.dtype),
@@ -202,10 +215,12 @@ class BraidedModel(nn.Module):
             label_tokens=label_tokens,
             correct_tokens=correct_N.sum().long(),
             aux_loss=aux_N.sum().to(loss.dtype) if self._adapter.uses_router_loss else None,
+            mtp_loss=mtp_loss,
+            mtp=mtp,
             expert_load=load,
             batch_losses=losses_N / (divisor or 1),
             divisor=divisor,
-            metrics=dict(zip(metrics, sums[sums_N3.numel() : size], strict=True)),
+            metrics=dict(zip(metrics, sums[sums_NX.numel() : size], strict=True)),
         )
 
     def logits(self, batch: PackedBatch) -> list[Tensor]:
@@ -320,39 +335,34 @@ class BraidedModel(nn.Module):
         self._adapter.unbraid()
         return self.model
 
-    def _loss(self, hidden_TD: Tensor, batch: PackedBatch, own: OwnLoss | None) -> LossSums:
+    def _loss(self, decoded: DecoderOutput, batch: PackedBatch, own: OwnLoss | None) -> StepLoss:
         """The sum of this rank's losses, by a function of the user's own if there is one."""
-        hidden_TD = gather_tokens(hidden_TD, self.groups["tp"])
+        mtp, group, tp = self.parts.mtp, self.groups["sequence"], self.groups["tp"]
+        factor = 0.0 if mtp is None else mtp.module.options.loss_factor
+        # Behind each other, so that the head is gathered, and its gradient made, once.
+        depths = () if decoded.mtp is None else decoded.mtp.hidden_KTD
+        streams = [gather_tokens(x, tp) for x in (decoded.hidden_TD, *depths)]
 
-        def loss(hidden_TD: Tensor, head: nn.Linear) -> LossSums:
+        def loss(hidden_XD: Tensor, head: nn.Linear) -> StepLoss:
             part = values.head_part(self, head)
             if own is None:
-                return linear_cross_entropy(
-                    hidden_TD,
-                    part.weight,
-                    batch.targets,
-                    part.bias,
-                    part.chunk,
-                    kernels=part.kernels,
-                    shard=part.shard,
-                    weights_T=batch.weights,
-                )
-            group, tp = self.groups["sequence"], self.groups["tp"]
-            found = own(LocalTokens(batch, group, hidden_TD, part, tp))
-            return LossSums(found, torch.zeros_like(found))
+                return step_loss(hidden_XD, part, batch, factor)
+            called = lambda hidden_TD: own(LocalTokens(batch, group, hidden_TD, part, tp))  # noqa: E731
+            return step_loss(hidden_XD, part, batch, factor, called)
 
-        return call_with_head(
-            self.parts.head if own is None else values.head_for_backward(self), loss, hidden_TD
-        )
+        head = self.parts.head if own is None else values.head_for_backward(self)
+        return call_with_head(head, loss, streams[0] if len(streams) == 1 else torch.cat(streams))
 
-    def decode(self, batch: PackedBatch, with_router: bool, seed: int | None) -> DecoderOutput:
+    def decode(
+        self, batch: PackedBatch, with_router: bool, seed: int | None, with_mtp: bool = False
+    ) -> DecoderOutput:
         """The decoder's output for this rank's tokens, of a step that all ranks have agreed on."""
         ring, ulysses, sequence, row = (self.groups[n] for n in ("ring", "ulysses", "sequence", "row"))
         keys = None if batch.keys is None else batch.keys[batch.plans.share]
         context = StepContext(
             batch.plans, ring, ulysses, sequence, row, self.gated_delta, seed, keys, self.kernels
         )
-        return self._adapter.decode(batch, context, with_router)
+        return self._adapter.decode(batch, context, with_router, with_mtp)
 
     def _settings(self) -> dict[str, Any]:
         """What decides which exchanges a step makes, and what its sums mean: the same on every rank."""
@@ -363,16 +373,18 @@ class BraidedModel(nn.Module):
             "requires_grad of": trained(self.model),
             "dtypes of parameters": sorted({str(p.dtype) for p in self.model.parameters()}),
             "config": config_values(self._adapter.config),
+            "mtp": repr(None if self.parts.mtp is None else self.parts.mtp.module.options),
         }
 
     def _check(self, batches: Sequence[PackedBatch], seed: int | None) -> None:
+        mtp = self.parts.mtp
         for batch in batches:
-            check_batch(batch, self.mesh)
+            check_batch(batch, self.mesh, 0 if mtp is None else mtp.module.options.depth)
         change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
         if change is not None:
             raise ValueError(f"{change}; call release(), change the model, then parallelize it again")
         shared = frozenset[int]() if self.tensor is None else self.tensor.inside
-        for name, module in active_dropout(self.parts.decoder).items() if shared else ():
+        for name, module in self._adapter.dropping.items() if shared else ():
             if id(module) in shared:
                 raise ValueError(
                     f"{type(self.model).__name__} trains with dropout at {name!r}, among heads or channels "

@@ -17,11 +17,6 @@ from torch import Tensor, nn
 from .running import running_step
 
 
-def active_dropout(model: nn.Module) -> dict[str, nn.Dropout]:
-    """The dropout modules of a model that would drop something now, by name."""
-    return {name: m for name, m in model.named_modules() if is_active(m)}
-
-
 def is_active(module: nn.Module) -> TypeGuard[nn.Dropout]:
     """Whether a module would drop something now."""
     return isinstance(module, nn.Dropout) and module.training and module.p > 0

@@ -13,7 +13,7 @@ def check_experts(parts: ModelParts, ep: int) -> None:
     that we do not know how to run.
     """
     name = type(parts.model).__name__
-    modules = [module for layer in parts.layers for module in layer.experts]
+    modules = [module for layer in parts.every_layer for module in layer.experts]
     if not modules:
         raise ValueError(f"ep={ep} shares out experts, and {name} has none; use ep=1")
     if len({id(module) for module in modules}) < len(modules):
@@ -35,7 +35,7 @@ def check_experts(parts: ModelParts, ep: int) -> None:
 
 def refuse_adapted_experts(parts: ModelParts) -> None:
     """Adapters on experts' own tensors are put around their module, or into it, and change what it reads."""
-    experts = {id(module) for layer in parts.layers for module in layer.experts}
+    experts = {id(module) for layer in parts.every_layer for module in layer.experts}
     for name, module in parts.model.named_modules():
         inner = getattr(module, "base_layer", None)
         is_around = any(

@@ -23,7 +23,7 @@ class MediaAdapter(Adapter):
         super().__init__(model)
         self.towers = Towers(self.parts)
 
-    def _set_attention(self, name: str) -> None:
+    def _set_main_attention(self, name: str) -> None:
         """The towers keep theirs: inside an image or a clip nothing is packed."""
         self.model.set_attn_implementation({"text_config": name})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,9 @@ class LocalLoss(NamedTuple):
     loss: Tensor
     """This rank's share of the step's loss."""
     sums: Tensor
-    """`[3]` in float64, of this rank: the sum of the losses, correct tokens, the routers' loss."""
+    """`[3 + 4·K]` in float64, of this rank: the sum of the losses, correct tokens, the routers' loss; of each
+    depth of multi-token prediction the sum of its losses, its labels, its correct and its accepted tokens.
+    """
     expert_counts: Tensor | None = None
     """What `ExpertLoad` has, of this rank: `[N, E + 1]`, what left the rank in the last column."""
 
@@ -47,6 +49,41 @@ class ExpertLoad:
 
 
 @dataclass(frozen=True)
+class MtpReport:
+    """What each of K depths of multi-token prediction gave in a step: on all ranks, and the same on each."""
+
+    loss_sums_K: Tensor
+    """Sum of the token losses."""
+    label_tokens_K: Tensor
+    """Tokens that were predicted: fewer with each depth, at the end of every sample."""
+    correct_tokens_K: Tensor
+    """Of these, how often the largest logit was the target."""
+    accepted_tokens_K: Tensor
+    """Of these, how often it was what the decoder itself finds most likely once it is there; not a number
+    with a loss of your own.
+    """
+
+    def __add__(self, other: MtpReport) -> MtpReport:
+        """Of two steps together."""
+        return MtpReport(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def summary(self) -> dict[str, float]:
+        """What to log of each depth: the plain mean of its loss, its labels, and the share of its tokens that
+        an engine drafting with it would keep.
+        """
+        labels_K = self.label_tokens_K.clamp(min=1)
+        rows = torch.stack(
+            [self.loss_sums_K / labels_K, self.label_tokens_K, self.accepted_tokens_K / labels_K], dim=1
+        ).tolist()
+        found = {}
+        for depth, (loss, labels, acceptance) in enumerate(rows, start=1):
+            found |= {f"mtp_loss_{depth}": loss, f"mtp_label_tokens_{depth}": labels}
+            if acceptance == acceptance:
+                found[f"mtp_acceptance_{depth}"] = acceptance
+        return found
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """The result of one forward pass, or of the forward and backward passes of a whole step."""
 
@@ -71,7 +108,11 @@ class StepOutput:
     is; detached, the same on every rank. None where the model has none switched on.
     """
     mtp_loss: Tensor | None = None
-    """The loss of multi-token prediction; None where there is none."""
+    """The loss of multi-token prediction without its factor: the mean over its depths of their sums, divided
+    as `mean_loss` is; detached, the same on every rank. None where there is none.
+    """
+    mtp: MtpReport | None = field(default=None, repr=False)
+    """Each depth's own figures."""
     expert_load: ExpertLoad | None = field(default=None, repr=False)
     """Where tokens went; None where the model has no experts that we know."""
     batch_losses: Tensor | None = field(default=None, repr=False)

@@ -20,6 +20,7 @@ from .families import FAMILIES, family_of
 from .gated_delta import is_gated_delta
 from .head import find_head
 from .mixers import HEAD_SIZES, SoftmaxHeads, layer_window, softmax_heads
+from .mtp_module import NAME, MtpModule
 
 MixerKind = Literal["full_attention", "sliding_attention", "gated_delta"]
 
@@ -83,6 +84,20 @@ class TowerParts:
 
 
 @dataclass(frozen=True, eq=False)
+class MtpParts:
+    """Multi-token prediction."""
+
+    module: MtpModule
+    layers: tuple[LayerParts, ...]
+    """Their indices go on behind those of the decoder."""
+
+    @property
+    def of_depths(self) -> tuple[LayerParts, ...]:
+        """The layer of each depth; one may serve several."""
+        return tuple(self.layers[depth % len(self.layers)] for depth in range(self.module.options.depth))
+
+
+@dataclass(frozen=True, eq=False)
 class ModelParts:
     """A stock model; `ModelParts.of` finds its parts, or says why it is no model that we know."""
 
@@ -102,8 +117,8 @@ class ModelParts:
     final_norm: nn.Module | None
     head: nn.Linear
     towers: tuple[TowerParts, ...]
-    mtp: nn.Module | None = None
-    """Layers of multi-token prediction; there are none yet."""
+    mtp: MtpParts | None = None
+    """Multi-token prediction, where it was attached."""
 
     @staticmethod
     def of(model: Any) -> ModelParts:
@@ -130,6 +145,7 @@ class ModelParts:
             norms[-1] if norms else None,
             head,
             towers,
+            _mtp(stock),
         )
 
     @property
@@ -137,10 +153,15 @@ class ModelParts:
         """Whether embedding and head are one weight."""
         return getattr(self.embedding, "weight", None) is self.head.weight
 
+    @property
+    def every_layer(self) -> tuple[LayerParts, ...]:
+        """Those of the decoder, and behind them those of multi-token prediction."""
+        return self.layers if self.mtp is None else self.layers + self.mtp.layers
+
     @cached_property
     def expert_parameters(self) -> frozenset[int]:
         """The ids of all parameters of experts that are chosen."""
-        parts = (expert for layer in self.layers for expert in layer.experts)
+        parts = (expert for layer in self.every_layer for expert in layer.experts)
         return frozenset(id(p) for part in parts for p in part.parameters())
 
     def tower(self, kind: Literal["vision", "audio"]) -> TowerParts | None:
@@ -200,6 +221,14 @@ def _tower(kind: Literal["vision", "audio"], module: nn.Module) -> TowerParts:
     )
     mergers = tuple(child for name, child in module.named_children() if "merger" in name)
     return TowerParts(kind, module, tuple(blocks), mergers)
+
+
+def _mtp(model: nn.Module) -> MtpParts | None:
+    module = getattr(model, NAME, None)
+    if not isinstance(module, MtpModule):
+        return None
+    layers = enumerate(module.layers, start=module.first_index)
+    return MtpParts(module, tuple(_layer(index, layer, module.config) for index, layer in layers))
 
 
 def _layer(index: int, layer: nn.Module, config: Any) -> LayerParts:

@@ -37,7 +37,8 @@ def load_balancing_loss(
     own_rows = (real_T.sum() * len(router_logits)).to(picks_E.dtype)
     sums = group.all_reduce(torch.cat([picks_E, own_rows[None]]))
     picks_E, rows = sums[:-1], sums[-1]
-    return (num_experts * picks_E / rows**2 * probability_E).sum()
+    # No row at all is no loss: samples may be too short for a depth of multi-token prediction.
+    return (num_experts * picks_E / rows.clamp(min=1) ** 2 * probability_E).sum()
 
 
 def check_router_loss(model: PreTrainedModel, config: Any) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..comm.consensus import agree, raised_by_all
 from ..mesh import Mesh
+from .mtp import save_with_mtp
 
 
 def generate_alone(braided: Any, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
@@ -37,7 +38,9 @@ def save_stock(
     tokenizer: Any,
     options: dict[str, Any],
 ) -> None:
-    """Write the stock checkpoint, with its tokenizer or processor; all ranks call it, the first writes."""
+    """Write the stock checkpoint, the `mtp.` tensors that it came with or were trained, and its tokenizer
+    or processor; all ranks call it, the first writes.
+    """
     if hasattr(stock, "peft_config"):
         raise ValueError(
             "the model has LoRA adapters, which a stock checkpoint cannot hold; write them with "
@@ -46,9 +49,11 @@ def save_stock(
     if is_sharded:
         agree(mesh.cpu_group, None, alike={"the call": "save_pretrained"})
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        options = {**options, "state_dict": get_model_state_dict(stock, options=whole)}
+        state: dict[str, Any] = get_model_state_dict(stock, options=whole)
+    else:
+        state = stock.state_dict()
     with raised_by_all(mesh.cpu_group):
         if mesh.rank == 0:
-            stock.save_pretrained(directory, **options)
+            save_with_mtp(stock, state, Path(directory), **options)
             if tokenizer is not None:
                 tokenizer.save_pretrained(directory)

@@ -58,7 +58,7 @@ class TensorPlan:
         _check_embedding(parts, size)
         if is_tried:
             _check_parts(parts, size)
-        layers = tuple(tuple(regions_of(parts, layer, size, rank)) for layer in parts.layers)
+        layers = tuple(tuple(regions_of(parts, layer, size, rank)) for layer in parts.every_layer)
         plan = TensorPlan(size, vocabulary, Cut(parts.embedding, 0), Cut(parts.head, 0), layers)
         plan._check_shared(parts)
         return plan
@@ -125,7 +125,7 @@ def _check_embedding(parts: ModelParts, size: int) -> None:
 def _check_parts(parts: ModelParts, size: int) -> None:
     """One mixer and MLP of each class and size is tried."""
     tried: set[Any] = set()
-    for layer in parts.layers:
+    for layer in parts.every_layer:
         of_ranks = zip(*(regions_of(parts, layer, size, rank) for rank in range(size)), strict=True)
         for regions in of_ranks:
             region = regions[0]

@@ -26,6 +26,8 @@ class RowLosses(NamedTuple):
     dlogits_CV: Tensor | None
     """The gradient of the sum of the losses, in the logits' type and, where a kernel allows, in their place.
     """
+    best_C: Tensor | None = None
+    """The first token of the largest logits; of a shard only where it is asked for."""
 
 
 class VocabularyShard(NamedTuple):
@@ -47,17 +49,19 @@ def cross_entropy_rows(
     gradient: bool,
     kernels: Kernels = DEFAULT,
     shard: VocabularyShard | None = None,
+    best: bool = False,
 ) -> RowLosses:
     """Loss of each row and, if asked for, its gradient; the logits are gone afterwards.
 
     With a `shard` the rows are that part of rows that all ranks know the targets of; the losses are those of
-    the whole rows.
+    the whole rows. Which token is the `best` takes one exchange more there.
     """
     fused = fused_kernels(logits_CV, kernels, shard is None)
     if fused is not None:
-        return RowLosses(*fused.cross_entropy_rows(logits_CV, targets_C, gradient))
+        loss_C, best_C, dlogits_CV = fused.cross_entropy_rows(logits_CV, targets_C, gradient)
+        return RowLosses(loss_C, best_C == targets_C, dlogits_CV, best_C)
     if shard is not None:
-        return _rows_of_shard(logits_CV, targets_C, gradient, shard)
+        return _rows_of_shard(logits_CV, targets_C, gradient, shard, best)
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     # One buffer turns from logits to probabilities to the logits' gradient in place.
     buffer_CV, targets_C1 = logits_CV.to(wide), targets_C[:, None]
@@ -67,13 +71,15 @@ def cross_entropy_rows(
     total_C1 = buffer_CV.exp_().sum(1, keepdim=True)
     loss_C, correct_C = total_C1.log()[:, 0] - picked_C, best_C == targets_C
     if not gradient:
-        return RowLosses(loss_C, correct_C, None)
+        return RowLosses(loss_C, correct_C, None, best_C)
     buffer_CV /= total_C1
     buffer_CV.scatter_add_(1, targets_C1, buffer_CV.new_full(targets_C1.shape, -1.0))
-    return RowLosses(loss_C, correct_C, buffer_CV.to(logits_CV.dtype))
+    return RowLosses(loss_C, correct_C, buffer_CV.to(logits_CV.dtype), best_C)
 
 
-def _rows_of_shard(logits_CV: Tensor, targets_C: Tensor, gradient: bool, shard: VocabularyShard) -> RowLosses:
+def _rows_of_shard(
+    logits_CV: Tensor, targets_C: Tensor, gradient: bool, shard: VocabularyShard, best: bool
+) -> RowLosses:
     """Of rows whose other columns are elsewhere: one maximum and one sum over all parts."""
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     buffer_CV, columns_C = logits_CV.to(wide), targets_C - shard.start
@@ -90,11 +96,15 @@ def _rows_of_shard(logits_CV: Tensor, targets_C: Tensor, gradient: bool, shard: 
     own_total_C = buffer_CV.exp_().sum(1)
     picked_C, total_C, right_C = shard.total(torch.stack([picked_C, own_total_C, right_C])).unbind()
     loss_C, correct_C = total_C.log() - picked_C, right_C == 1
+    whole_best_C = None
+    if best:  # the first of those that have the largest
+        first_C = torch.where(own_top_C == top_C, best_C + shard.start, torch.iinfo(best_C.dtype).max)
+        whole_best_C = -shard.maximum(-first_C)
     if not gradient:
-        return RowLosses(loss_C, correct_C, None)
+        return RowLosses(loss_C, correct_C, None, whole_best_C)
     buffer_CV /= total_C[:, None]
     buffer_CV.scatter_add_(1, columns_C1, is_here_C.to(wide).neg_()[:, None])
-    return RowLosses(loss_C, correct_C, buffer_CV.to(logits_CV.dtype))
+    return RowLosses(loss_C, correct_C, buffer_CV.to(logits_CV.dtype), whole_best_C)
 
 
 LOSS = Op("loss", (TRITON, Candidate("torch")))

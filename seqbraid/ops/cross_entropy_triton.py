@@ -16,7 +16,7 @@ BLOCK, WARPS = 4096, 8
 
 @triton.jit
 def _rows_kernel(
-    logits, targets, picked, losses, correct, num_columns, stride,
+    logits, targets, picked, losses, bests, num_columns, stride,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     # The target's logit was read beforehand: here another warp may have written the gradient there already.
@@ -35,7 +35,7 @@ def _rows_kernel(
         total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
         top = new_top
     tl.store(losses + row, tl.log(total) - (tl.load(picked + row).to(tl.float32) - top))
-    tl.store(correct + row, best == target)
+    tl.store(bests + row, best)
     if GRADIENT:
         for start in range(0, num_columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
@@ -47,15 +47,15 @@ def _rows_kernel(
 def cross_entropy_rows(
     logits_CV: Tensor, targets_C: Tensor, gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Loss of each row, whether its target is the first of the largest, and the gradient, in place."""
+    """Loss of each row, the first of its largest columns, and the gradient, in place."""
     num_rows, num_columns = logits_CV.shape
     picked_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
     losses_C = torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device)
-    correct_C = torch.empty(num_rows, dtype=torch.bool, device=logits_CV.device)
+    best_C = torch.empty(num_rows, dtype=torch.int64, device=logits_CV.device)
     if num_rows:
         with torch.cuda.device(logits_CV.device):
             _rows_kernel[(num_rows,)](
-                logits_CV, targets_C, picked_C, losses_C, correct_C, num_columns, logits_CV.stride(0),
+                logits_CV, targets_C, picked_C, losses_C, best_C, num_columns, logits_CV.stride(0),
                 BLOCK=BLOCK, GRADIENT=gradient, num_warps=WARPS,
             )  # fmt: skip
-    return losses_C, correct_C, logits_CV if gradient else None
+    return losses_C, best_C, logits_CV if gradient else None

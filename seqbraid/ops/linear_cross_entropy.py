@@ -8,6 +8,7 @@ hand, and only scaled in the backward. Tokens without a label are left out of ev
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,34 @@ class LossSums(NamedTuple):
 
     loss: Tensor
     correct: Tensor
+
+
+class LossPart(NamedTuple):
+    """Tokens that follow each other, and what their losses are multiplied with."""
+
+    num_tokens: int
+    factor: float
+
+
+class LossesOfParts(NamedTuple):
+    """What parts of the tokens have for losses."""
+
+    loss: Tensor
+    """The sum of all, each times its part's factor; differentiable."""
+    losses_P: Tensor
+    """The sum of each part, without its factor."""
+    correct_P: Tensor
+    best_T: Tensor
+    """The token with the largest logit, where there is a label; elsewhere −1."""
+
+
+class TokenFactors(NamedTuple):
+    """What losses are multiplied by."""
+
+    weights_T: Tensor | None = None
+    """Of each token."""
+    parts: tuple[LossPart, ...] | None = None
+    """Of each part; where there are any, the best tokens are wanted."""
 
 
 def linear_cross_entropy(
@@ -59,7 +88,7 @@ def linear_cross_entropy(
     if chunk_tokens is None:
         size_V = len(weight_VD) if shard is None else shard.widest
         chunk_tokens = default_chunk(size_V, weight_VD.shape[1])
-    loss, correct = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss, _, correct_P, _ = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_TD,
         weight_VD,
         bias_V,
@@ -68,9 +97,34 @@ def linear_cross_entropy(
         weight_sums or sum_dtype(hidden_TD),
         kernels,
         shard,
-        weights_T,
+        TokenFactors(weights_T),
     )
-    return LossSums(loss, correct)
+    return LossSums(loss, correct_P[0])
+
+
+def losses_of_parts(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    bias_V: Tensor | None,
+    factors: TokenFactors,
+    chunk_tokens: int | None = None,
+    kernels: Kernels = DEFAULT,
+    shard: VocabularyShard | None = None,
+) -> LossesOfParts:
+    """`linear_cross_entropy` of tokens that count differently, with one gradient of the weight for all."""
+    assert factors.parts is not None
+    if sum(part.num_tokens for part in factors.parts) != len(targets_T):
+        raise ValueError(f"the parts {factors.parts} are not {len(targets_T)} tokens")
+    if chunk_tokens is None:
+        size_V = len(weight_VD) if shard is None else shard.widest
+        chunk_tokens = default_chunk(size_V, weight_VD.shape[1])
+    sums = sum_dtype(hidden_TD)
+    return LossesOfParts(
+        *_LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden_TD, weight_VD, bias_V, targets_T, chunk_tokens, sums, kernels, shard, factors
+        )
+    )
 
 
 def default_chunk(size_V: int, size_D: int) -> int:
@@ -93,44 +147,51 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_sums: torch.dtype,
         kernels: Kernels,
         shard: VocabularyShard | None,
-        weights_T: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        acc = sum_dtype(hidden_TD)
+        factors: TokenFactors,
+    ) -> tuple[Tensor, ...]:
+        acc, best, weights_T = sum_dtype(hidden_TD), factors.parts is not None, factors.weights_T
+        parts = factors.parts or (LossPart(len(targets_T), 1.0),)
         rows_L = (targets_T != IGNORE).nonzero().squeeze(1)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dhidden_LD = hidden_TD.new_empty(len(rows_L), hidden_TD.shape[1]) if needs_hidden else None
         dweight_VD = torch.zeros_like(weight_VD, dtype=weight_sums) if needs_weight else None
         dbias_V = torch.zeros_like(bias_V, dtype=acc) if needs_bias and bias_V is not None else None
-        loss = hidden_TD.new_zeros((), dtype=acc)
-        correct = torch.zeros((), dtype=torch.int64, device=hidden_TD.device)
-        for begin in range(0, len(rows_L), chunk_tokens):
-            rows_C = rows_L[begin : begin + chunk_tokens]
+        losses_P = hidden_TD.new_zeros(len(parts), dtype=acc)
+        correct_P = torch.zeros(len(parts), dtype=torch.int64, device=hidden_TD.device)
+        best_T = targets_T.new_full(targets_T.shape if best else (0,), -1)
+        for part, begin, end in _chunks(rows_L, parts, chunk_tokens):
+            rows_C, factor = rows_L[begin:end], parts[part].factor
             hidden_CD = hidden_TD[rows_C]
             logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
-            rows = cross_entropy_rows(
-                logits_CV, targets_T[rows_C], needs_hidden or needs_weight or needs_bias, kernels, shard
-            )
+            gradient = needs_hidden or needs_weight or needs_bias
+            rows = cross_entropy_rows(logits_CV, targets_T[rows_C], gradient, kernels, shard, best)
             del logits_CV
             weights_C = None if weights_T is None else weights_T[rows_C]
-            loss += (rows.loss_C if weights_C is None else rows.loss_C * weights_C).sum()
-            correct += rows.correct_C.sum()
+            losses_P[part] += (rows.loss_C if weights_C is None else rows.loss_C * weights_C).sum()
+            correct_P[part] += rows.correct_C.sum()
+            if best and rows.best_C is not None:
+                best_T[rows_C] = rows.best_C
             if rows.dlogits_CV is None:
                 continue
             if weights_C is not None:
                 rows.dlogits_CV.mul_(weights_C[:, None])
             if dbias_V is not None:
-                dbias_V += rows.dlogits_CV.sum(0, dtype=acc)
+                dbias_V.add_(rows.dlogits_CV.sum(0, dtype=acc), alpha=factor)
+            # A part's factor goes into what is as wide as hidden states, never through the logits.
             if dhidden_LD is not None:
-                torch.mm(rows.dlogits_CV, weight_VD, out=dhidden_LD[begin : begin + len(rows_C)])
+                torch.mm(rows.dlogits_CV, weight_VD, out=dhidden_LD[begin:end])
+                if factor != 1:
+                    dhidden_LD[begin:end] *= factor
             if dweight_VD is not None:
-                add_product(dweight_VD, rows.dlogits_CV.T, hidden_CD)
+                add_product(dweight_VD, rows.dlogits_CV.T, hidden_CD if factor == 1 else factor * hidden_CD)
         ctx.save_for_backward(rows_L, dhidden_LD, dweight_VD, dbias_V)
         ctx.num_tokens, ctx.weight_dtype = len(hidden_TD), weight_VD.dtype
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        loss = sum((part.factor * x for part, x in zip(parts, losses_P, strict=True)), losses_P.new_zeros(()))
+        ctx.mark_non_differentiable(losses_P, correct_P, best_T)
+        return loss, losses_P, correct_P, best_T
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         rows_L, dhidden_LD, dweight_VD, dbias_V = ctx.saved_tensors
         # Scaled in place: a second copy of hidden and weight would be the largest tensors of the loss.
         dhidden_TD = dhidden_LD if dhidden_LD is None else dhidden_LD.mul_(dloss)
@@ -142,6 +203,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dbias_V is not None:
             dbias_V = _scaled(dbias_V, dloss, ctx.weight_dtype)
         return dhidden_TD, dweight_VD, dbias_V, *[None] * 6
+
+
+def _chunks(rows_L: Tensor, parts: Sequence[LossPart], chunk_tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Number of a part, first and behind last of some of its labelled tokens, counted among all of them."""
+    ends = torch.tensor([part.num_tokens for part in parts]).cumsum(0)
+    ends_P = [len(rows_L)]
+    if len(parts) > 1:
+        ends_P = torch.searchsorted(rows_L, ends.to(rows_L.device)).tolist()
+    start = 0
+    for part, end in enumerate(ends_P):
+        for begin in range(start, end, chunk_tokens):
+            yield part, begin, min(begin + chunk_tokens, end)
+        start = end
 
 
 def add_product(total_VD: Tensor, a_VC: Tensor, b_CD: Tensor) -> None:

@@ -191,13 +191,16 @@ def _activation_lines(
     """
     tokens = ceil(row / tp)
     tiled, again = memory.mlp_tile is not None, memory.checkpointing != "none"
-    layers = [layer_activations(parts, layer, e, fused) for layer in parts.layers]
+    depths = () if parts.mtp is None else parts.mtp.of_depths
+    layers = [layer_activations(parts, layer, e, fused) for layer in (*parts.layers, *depths)]
     hidden = int(parts.config.hidden_size)
     gathered = (1 if tiled else 2) * (row - tokens) * hidden * e  # for a mixer and an MLP
     kept = [tokens * x.kept(memory.checkpointing, tiled) + (0 if again else gathered) for x in layers]
     # Of what is offloaded, one layer is on its way out or back, and one is in use.
     on_device = sum(sorted(kept)[-2:]) if memory.offload else sum(kept)
     on_device += tokens * hidden * (FLOAT32 + e)  # the last norm
+    # Of each depth: embeddings, both sides normed and joined, three norms.
+    on_device += len(depths) * tokens * hidden * (6 * e + 3 * FLOAT32)
     # Gradients of the hidden states, and as wide as the widest part of a layer.
     working = row * hidden * 2 * e + (gathered if again else 0)
     if again:
@@ -207,7 +210,7 @@ def _activation_lines(
     if tiled:
         # A tile's activations and their gradients, and float32 sums of the MLP's.
         working += 2 * min(tokens, memory.mlp_tile or tokens) * max(layer.mlp for layer in layers)
-        working += max(_tiled_parameters(layer) for layer in parts.layers) * FLOAT32 // tp
+        working += max(_tiled_parameters(layer) for layer in parts.every_layer) * FLOAT32 // tp
     else:
         working += tokens * max(layer.mlp + layer.experts for layer in layers)
     note = {
@@ -239,7 +242,11 @@ def _loss_lines(parts: ModelParts, memory: MemoryOptions, e: int, tokens: int, t
     weight: Any = parts.head.weight
     vocabulary, hidden = ceil(weight.shape[0] / tp), int(weight.shape[1])
     chunk = min(tokens, memory.loss_chunk or default_chunk(vocabulary, hidden))
-    gradients = tokens * hidden * e + (vocabulary * hidden * FLOAT32 if weight.requires_grad else 0)
+    depths = 0 if parts.mtp is None else parts.mtp.module.options.depth
+    # With further depths there are their hidden states too, behind each other.
+    streams = 1 if not depths else 2 * (1 + depths)
+    gradients = streams * tokens * hidden * e
+    gradients += vocabulary * hidden * FLOAT32 if weight.requires_grad else 0
     return [
         MemoryUse(
             "loss", gradients, "count", "gradients of the head, in float32, and of hidden states", "loss"

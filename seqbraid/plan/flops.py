@@ -109,8 +109,12 @@ class ModelFlops:
         # The gradient goes down to the lowest part that learns, and no further.
         reached = any(learns(m) for m in (parts.embedding, *(tower.module for tower in parts.towers)))
         token, pair = 0.0, defaultdict[int | None, float](float)
-        for layer in parts.layers:
+        depths = () if parts.mtp is None else parts.mtp.of_depths
+        for number, layer in enumerate((*parts.layers, *depths)):
             check_mixer(parts, layer)
+            if parts.mtp is not None and number >= len(parts.layers):
+                token += _product(parts.mtp.module.fc.weight, reached)
+                reached = reached or learns(parts.mtp.module)
             reached = reached or learns(layer.module)
             for name, parameter in matrices(parts, layer.module):
                 token += _product(parameter, reached) * active_share(parts, parameter, name)
@@ -122,7 +126,8 @@ class ModelFlops:
             else:
                 heads = parts.heads(layer)
                 pair[layer.window] += passes * 2 * heads.num_queries * (heads.key_size + heads.value_size)
-        label = sum(_product(parameter, reached) for _, parameter in matrices(parts, parts.head))
+        # At the end of a sample each depth has a label less than the one before; that is left out.
+        label = (1 + len(depths)) * sum(_product(p, reached) for _, p in matrices(parts, parts.head))
         vision, audio = parts.tower("vision"), parts.tower("audio")
         return ModelFlops(
             token,

@@ -125,7 +125,10 @@ def _candidates(parts: ModelParts, ep: int, tensor: TensorPlan | None) -> Iterat
         for unit in _of_tower(tower):
             yield replace(unit, axes=whole)
         reached = reached or _learns(tower.module)
-    for layer in parts.layers:
+    for layer in parts.every_layer:
+        if parts.mtp is not None and layer is parts.mtp.layers[0]:
+            reached = reached or _learns(parts.mtp.module)
+            yield Unit("mtp", parts.mtp.module, has_backward=reached, axes=whole)
         reached = reached or _learns(layer.module)
         is_last = layer.index == len(parts.layers) - 1
         of_layer = Unit(f"layer {layer.index}", layer.module, is_last, has_backward=reached, axes=whole)

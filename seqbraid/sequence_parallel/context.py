@@ -54,6 +54,8 @@ class StepContext:
     """The layers whose mixer was ours: any other layer would let packed samples see each other."""
     expert_counts: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """`[E]` for each module of experts: how often this rank's tokens went to each."""
+    counted_rows: Tensor | None = field(default=None, compare=False, repr=False)
+    """The slots of this rank's share that count, where these are fewer than those that hold a token."""
 
     @property
     def layout(self) -> SequenceLayout:
@@ -84,6 +86,8 @@ class StepContext:
         """The slots that hold a token of those that this rank has between mixers and MLPs, on a device; None
         where all do.
         """
+        if self.counted_rows is not None:
+            return self.counted_rows
         return self.row.slots(device, of_share=True)[1]
 
     def record(self, layer: int) -> None:

@@ -20,6 +20,7 @@ from .gated_delta_bytes import HeadSizes, choose
 from .gated_delta_heads import HeadExchangePlan
 from .ring_plan import RingPlan
 from .samples import LocalSamples
+from .shift import ShiftPlan
 from .ulysses import SoftmaxHeads
 
 CPU = torch.device("cpu")
@@ -61,6 +62,9 @@ class RowPlans:
     _chains: dict[torch.device, ChainPlan] = field(default_factory=dict, compare=False, repr=False)
     _heads: dict[torch.device, HeadExchangePlan] = field(default_factory=dict, compare=False, repr=False)
     _methods: dict[tuple[HeadSizes, int], str] = field(default_factory=dict, compare=False, repr=False)
+    _shifts: dict[tuple[torch.device, int], ShiftPlan] = field(
+        default_factory=dict, compare=False, repr=False
+    )
     _slots: dict[tuple[torch.device, bool], tuple[Tensor | None, Tensor | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -153,6 +157,15 @@ class RowPlans:
         if device not in self._samples:
             self._samples[device] = LocalSamples.of(self.layout, self.rank, device)
         return self._samples[device]
+
+    def shift(self, depths: int, device: torch.device) -> ShiftPlan:
+        """Where this rank finds the tokens that its own share of tokens predicts from, on a device."""
+        if (CPU, depths) not in self._shifts:
+            row_rank = self.rank * self.tp + self.tp_rank
+            self._shifts[CPU, depths] = ShiftPlan.of(self.layout, depths, row_rank, self.tp)
+        if (device, depths) not in self._shifts:
+            self._shifts[device, depths] = self._shifts[CPU, depths].to(device)
+        return self._shifts[device, depths]
 
     def slots(self, device: torch.device, of_share: bool = False) -> tuple[Tensor | None, Tensor | None]:
         """This rank's slots that are padding, and those that hold a token, on a device; None for both where

@@ -24,6 +24,8 @@ class StepMaker:
     mesh: Mesh
     policy: str
     flops: ModelFlops | None = None
+    mtp_depth: int = 0
+    """Depths of multi-token prediction."""
 
     def plan(self, lengths: Sequence[int]) -> RowPlans | None:
         """What follows from the lengths of a row's samples alone; None where they are refused, which `pack`
@@ -41,7 +43,14 @@ class StepMaker:
         plans = [None] * len(rows) if plans is None else plans
         try:
             batches = [
-                pack(row or [nobody(self.config)], self.config, self.mesh, policy=self.policy, plans=of_row)
+                pack(
+                    row or [nobody(self.config)],
+                    self.config,
+                    self.mesh,
+                    policy=self.policy,
+                    plans=of_row,
+                    mtp_depth=self.mtp_depth,
+                )
                 for row, of_row in zip(rows, plans, strict=True)
             ]
             return Step(batches, self._counts(rows, batches))

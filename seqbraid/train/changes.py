@@ -7,7 +7,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from .config import keys
+from .config import as_dict, keys
+from .mtp_config import MtpConfig
 from .step_config import ADAMW
 from .weights import split_revision
 
@@ -23,7 +24,7 @@ LENGTH = ("train.steps", "train.epochs")
 LONGEST = 120
 """Characters of a value that are shown; a chat template has more."""
 
-UNCHANGED = ("model", "precision", "lora", "freeze", "train.optimizer")
+UNCHANGED = ("model", "precision", "lora", "freeze", "mtp", "train.optimizer")
 """What a resumed run must have as it was; the loader looks after the data, all else may change."""
 
 
@@ -42,10 +43,10 @@ def check_unchanged(before: Mapping[str, Any], now: Mapping[str, Any], checkpoin
 
 
 def _value(config: Mapping[str, Any], name: str) -> Any:
-    """Of a configuration; earlier versions had AdamW alone."""
+    """Of a configuration; earlier versions had AdamW alone, and no multi-token prediction."""
     if name == "train.optimizer":
         return config["train"].get("optimizer", ADAMW)
-    return config[name]
+    return config.get(name, as_dict(MtpConfig())) if name == "mtp" else config[name]
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[str]:

@@ -16,6 +16,7 @@ from ..plan.estimate import Precision
 from ..plan.memory import MemoryOptions
 from ..sequence_parallel.gated_delta_bytes import Choice
 from .checkpoint.choose import check_resume
+from .mtp_config import MtpConfig
 from .step_config import StepConfig
 
 
@@ -181,7 +182,7 @@ class TrainConfig:
     gated_delta: Choice = "auto"
     """What gated-delta layers exchange over `ring × ulysses`: states, heads, or whichever is less."""
     freeze: list[str] = field(default_factory=list)
-    """Parts to freeze: vision, merger, audio, language_model, embeddings, head, `re:PATTERN`."""
+    """Parts to freeze: vision, merger, audio, language_model, embeddings, head, mtp, `re:PATTERN`."""
     seed: int = 0
     """Seed of the order of samples and of everything else that is random."""
     resume: str = "auto"
@@ -198,6 +199,8 @@ class TrainConfig:
     """Memory switches; none of them changes the gradient."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA."""
+    mtp: MtpConfig = field(default_factory=MtpConfig)
+    """Multi-token prediction."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
     timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
@@ -213,6 +216,7 @@ class TrainConfig:
         check_resume(self.resume)
         steps, data = self.train, self.data
         steps.check()
+        self.mtp.check()
         positive = {
             "log.every": self.log.every, "data.row_tokens": data.row_tokens,
             "checkpoint.every": self.checkpoint.every, "checkpoint.keep": self.checkpoint.keep,
@@ -246,6 +250,15 @@ class TrainConfig:
         if self.lora.rank and self.freeze:
             raise ValueError(
                 "with lora the model itself is frozen already; leave `freeze` out, or set lora.rank=0"
+            )
+        if self.lora.rank and self.mtp.fresh:
+            raise ValueError(
+                "mtp.fresh=true with lora would leave random weights frozen under their adapters; train the "
+                "module by itself first (mtp.only=true), or leave lora out"
+            )
+        if self.mtp.only and (self.lora.rank or self.freeze):
+            raise ValueError(
+                "mtp.only=true freezes all but multi-token prediction; leave `freeze` and lora out beside it"
             )
         if steps.eval_every is not None and not data.eval:
             raise ValueError(f"train.eval_every={steps.eval_every} but data.eval names no file")

@@ -90,6 +90,10 @@ def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> Ren
     if idle:
         table.add_row("", f"[yellow]{idle} of {rows + idle} rows of every step stay empty[/]; use a multiple")
     table.add_row("precision", config.precision)
+    if config.mtp.depth:
+        start = "random weights" if config.mtp.fresh else "the checkpoint's weights"
+        alone = ", all else frozen" if config.mtp.only else ""
+        table.add_row("mtp", f"depth {config.mtp.depth}, from {start}{alone}")
     return table
 
 

@@ -21,7 +21,7 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, int]:
         model: the stock model; nothing of it is changed where a ValueError is raised.
         parts: of `vision` (the tower without its mergers), `merger` (what joins vision to the decoder,
             DeepStack's mergers included), `audio`, `language_model` (decoder layers and norms), `embeddings`,
-            `head`; or `re:PATTERN`, searched for in the names of parameters.
+            `head`, `mtp` (multi-token prediction); or `re:PATTERN`, searched for in the names of parameters.
 
     Gives the number of weights per part named, and then how many are `frozen` and `trainable` in all.
     """
@@ -66,6 +66,8 @@ def model_parts(model: PreTrainedModel) -> dict[str, set[str]]:
             parts["merger"] = mergers
     head = _names(model, [found.head])
     parts |= {"language_model": decoder - embeddings, "embeddings": embeddings, "head": head}
+    if found.mtp is not None:
+        parts["mtp"] = _names(model, [found.mtp.module])
     return {part: names for part, names in parts.items() if names}
 
 

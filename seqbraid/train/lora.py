@@ -52,9 +52,9 @@ class LoraOptions:
     alpha: float = 32.0
     """Their scale, divided by the rank."""
     targets: list[str] | str = "all-linear"
-    """`all-linear`: every linear layer of the decoder, never of the towers, never the head. Or a list: last
-    parts of the names of decoder layers (`q_proj`, `mlp.down_proj`), or `re:PATTERN`, searched for in the
-    names of all linear layers, those of the towers too."""
+    """`all-linear`: every linear layer of the decoder and of multi-token prediction, never of the towers,
+    never the head. Or a list: last parts of the names of such layers (`q_proj`, `mlp.down_proj`), or
+    `re:PATTERN`, searched for in the names of all linear layers, those of the towers too."""
     dropout: float = 0.0
     """Dropout before the adapters; every mesh draws the same, from the `seed` of a step."""
     rslora: bool = False
@@ -217,7 +217,9 @@ def _adapter_config(model: nn.Module) -> Any:
 def _targets(model: PreTrainedModel, targets: list[str] | str) -> list[str]:
     """The full names of the layers that the options mean."""
     linear = _linear_layers(model)
-    inside = {id(module) for module in ModelParts.of(model).decoder.modules()}
+    parts = ModelParts.of(model)
+    text = [parts.decoder, *([] if parts.mtp is None else [parts.mtp.module])]
+    inside = {id(module) for part in text for module in part.modules()}
     own = [name for name, module in linear.items() if id(module) in inside]
     if targets == "all-linear":
         return _checked(model, own)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.agreement import Agreed
-from ..models.output import ExpertLoad, StepOutput
+from ..models.output import ExpertLoad, MtpReport, StepOutput
 
 GIB = 2.0**30
 
@@ -30,6 +30,9 @@ class StepCounts:
     """What the model's arithmetic needed (`plan.flops.ModelFlops.step`)."""
     experts: ExpertLoad | None = None
     """Where tokens went, of a model with experts."""
+    mtp_loss: float | None = None
+    """Of multi-token prediction, where it is trained."""
+    mtp: MtpReport | None = None
 
     @staticmethod
     def of(agreed: Agreed, out: StepOutput) -> StepCounts:
@@ -41,6 +44,8 @@ class StepCounts:
             correct=int(out.correct_tokens),
             flops=1e6 * agreed.counts["megaflops"],
             experts=out.expert_load,
+            mtp_loss=None if out.mtp_loss is None else float(out.mtp_loss),
+            mtp=out.mtp,
         )
 
 
@@ -114,6 +119,8 @@ class StepMeter:
             found["accuracy"] = counts.correct / max(counts.labels, 1)
         if counts.experts is not None:
             found |= counts.experts.summary()
+        if counts.mtp is not None and counts.mtp_loss is not None:
+            found |= {"mtp_loss": counts.mtp_loss, **counts.mtp.summary()}
         return {name: float(value) for name, value in found.items()}
 
 

@@ -66,7 +66,7 @@ class StepProgress:
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
         parts = [f"step {step}" + (f"/{self.total}" if self.total else "")]
-        forms = {"loss": ".4f", "lr": ".2e", "eval_loss": ".4f", "eval_accuracy": ".2%"}
+        forms = {"loss": ".4f", "mtp_loss": ".4f", "lr": ".2e", "eval_loss": ".4f", "eval_accuracy": ".2%"}
         parts += [f"{name} {metrics[name]:{form}}" for name, form in forms.items() if name in metrics]
         if "tokens_per_s" in metrics:
             parts.append(f"{metrics['tokens_per_s']:,.0f} tok/s")

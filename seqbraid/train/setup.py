@@ -30,6 +30,7 @@ from ..distributed.weights import spread_weights
 from ..layout.packing import CostModel
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
+from ..models.mtp import attach_mtp, train_mtp_only
 from ..plan.flops import ModelFlops
 from .batches import StepMaker
 from .config import DataConfig, Paths, TrainConfig, as_dict
@@ -109,13 +110,24 @@ def make_model(config: TrainConfig, weights: bool = True) -> PreTrainedModel:
     else:
         with torch.device("meta"):
             model = empty_model(checkpoint_folder(config.model), dtype)
+    attach_configured_mtp(config, model, weights)
     lora = config.lora
     if lora.rank:
         options = LoraOptions(lora.rank, lora.alpha, lora.targets, lora.dropout, lora.rslora)
         add_lora(model, options, config.seed)
     elif config.freeze:
         freeze(model, config.freeze)
+    elif config.mtp.only:
+        train_mtp_only(model)
     return model
+
+
+def attach_configured_mtp(config: TrainConfig, model: PreTrainedModel, weights: bool = True) -> None:
+    """Give the model its module of multi-token prediction, where the run trains it."""
+    source = None if config.model.startswith(TINY) else str(checkpoint_folder(config.model))
+    options = config.mtp.options(source, config.seed)
+    if options is not None:
+        attach_mtp(model, options, weights)
 
 
 def adapted_weights(config: TrainConfig) -> str | None:
@@ -175,7 +187,7 @@ def make_loader(
 ) -> Loader:
     """The stream of training steps; bad samples are listed in the run's folder."""
     bad_file = Path(config.out) / "bad_samples.jsonl" if lists_bad else None
-    prepare = StepMaker(model_config, mesh, config.data.policy, flops)
+    prepare = StepMaker(model_config, mesh, config.data.policy, flops, config.mtp.depth)
     return _loader(config, config.data.train, bad_file, row_options(config, flops), prepare, where)
 
 
@@ -183,7 +195,7 @@ def make_eval_loader(config: TrainConfig, model_config: Any, mesh: Mesh) -> Load
     """One pass over the held-out data, a row for each data rank at a time."""
     rows = replace(row_options(config), rows_per_step=mesh.data_world_size, epochs=1, shuffle=False)
     bad_file = Path(config.out) / "bad_eval_samples.jsonl"
-    prepare = StepMaker(model_config, mesh, config.data.policy)
+    prepare = StepMaker(model_config, mesh, config.data.policy, mtp_depth=config.mtp.depth)
     return _loader(config, config.data.eval, bad_file, rows, prepare)
 
 

@@ -20,6 +20,7 @@ from ..distributed.api import parallelize
 from ..mesh import Mesh
 from ..models.output import StepOutput
 from ..models.step import forward_backward
+from .mtp_reference import mtp_options
 from .objective import Objective
 from .reference import Measurement, fresh_gradients, one_rounding_away, stock_step
 from .verdict import Parity, Quantity, compare
@@ -133,7 +134,9 @@ def packed_step(
         braided = parallelize(model, mesh, gated_delta)
         try:
             parts = [[samples[i] for i in row] for row in rows_of(len(samples), 1, micro_batches)]
-            batches = [pack(part, model.config, mesh, **layout) for part in parts]
+            mtp = mtp_options(model)
+            depth = 0 if mtp is None else mtp.depth
+            batches = [pack(part, model.config, mesh, mtp_depth=depth, **layout) for part in parts]
             logits = [x for batch in batches for x in braided.logits(batch)]
             loss = None if objective is None else objective.of_tokens
             output = forward_backward(braided, batches, loss)
@@ -151,9 +154,12 @@ def packed_step(
 
 
 def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:
+    loss, mtp = output.mean_loss, mtp_options(model)
+    if mtp is not None and output.mtp_loss is not None:
+        loss = loss + mtp.loss_factor * output.mtp_loss
     if output.aux_loss is None:
-        return output.mean_loss
-    return output.mean_loss + model.config.get_text_config().router_aux_loss_coef * output.aux_loss
+        return loss
+    return loss + model.config.get_text_config().router_aux_loss_coef * output.aux_loss
 
 
 def _whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from ..models.media_tokens import token_types
 from ..models.parts import towers_of
 from ..models.router import stock_num_experts
 from ..models.stock import in_torch
+from .mtp_reference import mtp_options, mtp_step, seen_by_decoder
 from .objective import Objective
 
 
@@ -51,18 +52,27 @@ def stock_step(
         labels = [int((shifted(sample) != IGNORE).sum()) for sample in samples]
         count = max(1, sum(labels))
         with_router = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
+        mtp = mtp_options(model)
         losses: list[Tensor] = []
+        mtp_routers: dict[int, list[Tensor]] = {}
         routers: dict[int, tuple[Tensor, ...]] = {}
         logits: dict[int, Tensor] = {}
         order = range(len(samples))
         for i in reversed(order) if backwards else order:
-            outputs, found = _forward(model, samples[i], left_padding, with_router)
+            with seen_by_decoder(model) as seen:
+                outputs, found = _forward(model, samples[i], left_padding, with_router)
             wide = found.float() if found.dtype != torch.float64 else found
             if objective is None:
                 loss = F.cross_entropy(wide, shifted(samples[i]), ignore_index=IGNORE, reduction="sum")
             else:
                 loss = objective.of_logits(wide, samples[i])
             loss = loss / count
+            if mtp is not None:
+                given = torch.as_tensor(samples[i].get("labels", samples[i]["input_ids"]))
+                with in_torch(model):
+                    sums = mtp_step(model, seen, given, left_padding)
+                loss = loss + mtp.loss_factor / mtp.depth * torch.stack(sums.losses).sum() / count
+                mtp_routers[i] = sums.router_logits
             if with_router:
                 tokens = slice(left_padding, left_padding + len(found))
                 routers[i] = tuple(r[tokens] for r in outputs.router_logits)
@@ -76,6 +86,9 @@ def stock_step(
             for row in [range(len(samples))] if rows is None else rows:
                 share = sum(labels[i] for i in row) / count
                 total = total + share * _router_loss(model, [routers[i] for i in row])
+                of_mtp = [logits for i in row for logits in mtp_routers.get(i, ())]
+                if sum(map(len, of_mtp)):
+                    total = total + share * _router_loss(model, [(torch.cat(of_mtp),)])
             total.backward()
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad.clone()

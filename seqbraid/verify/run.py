@@ -10,9 +10,12 @@ from transformers import PreTrainedModel
 
 from ..mesh import Mesh
 from ..models.families import family_of
+from ..models.mtp import attach_mtp
+from ..models.mtp_module import MtpOptions
 from ..models.stock import read_config, stock_class, trained_config, weight_files
 from ..models.tiny.decoders import tiny_model
 from ..models.tiny.media import MEDIA_FAMILIES, TEXT_MODELS, mixed_samples, tiny_media_model
+from ..models.tiny.mtp import with_mtp
 from ..models.tiny.samples import LENGTHS, random_samples
 from .blocks import check_blocks
 from .media_mutants import MEDIA_MUTANTS
@@ -24,12 +27,13 @@ PADDED = 64
 """Rows are padded to a multiple of this, so that padding has a chance to be counted."""
 
 
-def load_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny model of a known family, or a checkpoint from a folder, in float32 and in training mode."""
-    if name in MEDIA_FAMILIES:
-        return tiny_media_model(name, seed)
-    if name in TEXT_MODELS:
-        return tiny_model(TEXT_MODELS[name], seed)
+def load_model(name: str, seed: int = 0, mtp_depth: int = 0) -> PreTrainedModel:
+    """A tiny model of a known family, or a checkpoint from a folder, in float32 and in training mode; with
+    multi-token prediction where a depth is given.
+    """
+    if name in MEDIA_FAMILIES or name in TEXT_MODELS:
+        tiny = tiny_media_model(name, seed) if name in MEDIA_FAMILIES else tiny_model(TEXT_MODELS[name], seed)
+        return with_mtp(tiny, mtp_depth, seed=seed) if mtp_depth else tiny
     if not Path(name).is_dir():
         known = ", ".join([*MEDIA_FAMILIES, *TEXT_MODELS])
         raise ValueError(f"--model {name!r} is neither a tiny model ({known}) nor a folder with a checkpoint")
@@ -43,6 +47,8 @@ def load_model(name: str, seed: int = 0) -> PreTrainedModel:
         use_safetensors=True,
         trust_remote_code=False,
     )
+    if mtp_depth:
+        attach_mtp(model, MtpOptions(mtp_depth, source=name))
     return model.train()
 
 

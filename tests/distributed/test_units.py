@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqbraid as sb
-from seqbraid.models import braided
+from seqbraid.models import step_loss
 from seqbraid.models.braided import BraidedModel
 from seqbraid.models.parts import ModelParts
 from seqbraid.models.tiny.decoders import tiny_model
@@ -90,17 +90,17 @@ def seen_on_a_rank() -> dict[str, set[str]]:
     mlp: Any = model.parts.layer_list[1].mlp
     mlp.register_forward_hook(lambda *_: seen.update({"layer 1": gathered(model)}))
     mlp.register_full_backward_hook(lambda *_: seen.update({"backward of layer 1": gathered(model)}))
-    right = braided.linear_cross_entropy
+    right = step_loss.linear_cross_entropy
 
     def looking(*args: Any, **kwargs: Any) -> Any:
         seen["loss"] = gathered(model)
         return right(*args, **kwargs)
 
-    braided.linear_cross_entropy = looking  # type: ignore[assignment]
+    step_loss.linear_cross_entropy = looking  # type: ignore[assignment]
     try:
         out = model(batch)
     finally:
-        braided.linear_cross_entropy = right
+        step_loss.linear_cross_entropy = right
     seen["between"] = gathered(model)
     out.loss.backward()
     seen["after"] = gathered(model)

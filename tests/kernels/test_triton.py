@@ -91,10 +91,12 @@ def test_loss_of_rows(num_columns: int, gradient: bool, dtype: torch.dtype) -> N
     logits = logits.to(dtype)
     wanted = cross_entropy_rows(logits.double(), targets, gradient)
     with no_races() as launched:
-        losses, correct, dlogits = cross_entropy_triton.cross_entropy_rows(logits.clone(), targets, gradient)
+        losses, best, dlogits = cross_entropy_triton.cross_entropy_rows(logits.clone(), targets, gradient)
     assert launched == ["_rows_kernel"]
     torch.testing.assert_close(losses.double(), wanted.loss_C, rtol=1e-5, atol=1e-5)
-    assert torch.equal(correct, wanted.correct_C)
+    assert torch.equal(best, wanted.best_C)
+    assert torch.equal(best == targets, wanted.correct_C)
+    correct = best == targets
     assert correct[5] and correct[2] and (num_columns < 4096 or not correct[3])
     assert (dlogits is None) == (not gradient)
     if gradient:

@@ -125,7 +125,7 @@ def tiny_model(
 
 
 @torch.no_grad()
-def shake(model: PreTrainedModel) -> None:
+def shake(model: torch.nn.Module) -> None:
     """Move parameters away from where they would hide a mistake."""
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):

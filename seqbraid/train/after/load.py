@@ -16,7 +16,7 @@ from ...models.braided import BraidedModel
 from ..checkpoint.checkpoints import Checkpoints
 from ..config import TrainConfig
 from ..config_file import load_config
-from ..setup import adapted_weights, make_model
+from ..setup import adapted_weights, attach_configured_mtp, make_model
 from ..weights import empty_model, load_stock
 
 
@@ -56,6 +56,7 @@ def load_checkpoint(run_folder: Path, checkpoint: str | int) -> Trained:
     else:
         dtype_of_run = torch.bfloat16 if run.precision == "bfloat16" else torch.float32
         model = empty_model(run_folder / "model", dtype_of_run)
+        attach_configured_mtp(run, model, weights=False)
     mesh = Mesh()
     braided = parallelize(model, mesh)
     checkpoints = Checkpoints(run_folder / "checkpoints", mesh, base=adapted_weights(run))

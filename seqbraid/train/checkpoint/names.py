@@ -16,6 +16,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, revert_weight_conversion
 
+from ...models.mtp import mtp_of
+from ...models.mtp_module import has_mtp
+from ...models.mtp_weights import PREFIX, to_checkpoint
 from ..lora import is_adapter, stock_name
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,19 +30,24 @@ def to_saved(
 ) -> dict[str, Tensor]:
     """A model's weights as its stock class saves them; with a checkpoint, laid out as that one is.
 
-    Of weights that are one and the same tensor only the one that the stock class keeps is left.
+    Of weights that are one and the same tensor only the one that the stock class keeps is left. Those of
+    multi-token prediction, which the stock class does not know, are laid out by their own rules.
     """
     aliases = _aliases(model)
-    kept = {name: x for name, x in state.items() if name not in aliases}
+    kept = {name: x for name, x in state.items() if name not in aliases and not _is_mtp(model, name)}
     with _conversions(model, None if checkpoint is None else _fitting(model, checkpoint)):
         saved: dict[str, Tensor] = revert_weight_conversion(model, kept)
+    if has_mtp(model):
+        own = {name: x for name, x in state.items() if _is_mtp(model, name)}
+        saved |= to_checkpoint(own, mtp_of(model).packed)
     return saved
 
 
 def extra_tensors(model: PreTrainedModel, checkpoint: Shapes) -> tuple[str, ...]:
     """The names of a checkpoint under which no weight of the model is saved, sorted."""
     with _conversions(model, _fitting(model, checkpoint)):
-        return tuple(sorted(set(checkpoint) - set(_saved_shapes(model, _structure(model)))))
+        extra = set(checkpoint) - set(_saved_shapes(model, _structure(model)))
+    return tuple(sorted(name for name in extra if not _is_mtp(model, name)))
 
 
 def shared_names(model: torch.nn.Module) -> list[set[str]]:
@@ -56,12 +64,17 @@ def _aliases(model: PreTrainedModel) -> set[str]:
     return {name for names in shared_names(model) for name in sorted(names, key=lambda n: (n in tied, n))[1:]}
 
 
+def _is_mtp(model: PreTrainedModel, name: str) -> bool:
+    """Whether a tensor is of the module of multi-token prediction that was attached to a model."""
+    return has_mtp(model) and name.startswith(PREFIX)
+
+
 def _structure(model: PreTrainedModel) -> dict[str, Tensor]:
     """The model's weights without their numbers; adapters are no part of it."""
     return {
         stock_name(name): torch.empty(x.shape, dtype=x.dtype, device="meta")
         for name, x in model.state_dict().items()
-        if not is_adapter(name)
+        if not is_adapter(name) and not _is_mtp(model, name)
     }
 
 

@@ -19,6 +19,7 @@ Floats = NDArray[np.float64]
 METRICS = (
     "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "data_wait_s", "padding",
     "fill", "accuracy", "eval_accuracy", "tokens", "step_s",
+    "mtp_loss", "eval_mtp_loss", "mtp_acceptance_1", "eval_mtp_acceptance_1",
 )  # fmt: skip
 """What is kept of a log; the rest of a long one need not be in memory."""
 

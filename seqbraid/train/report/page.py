@@ -60,6 +60,8 @@ class Chart(NamedTuple):
 CHARTS = (
     Chart("Loss", "loss", "nats per label token", "eval_loss"),
     Chart("Next-token accuracy", "accuracy", "%", "eval_accuracy", 100.0),
+    Chart("Multi-token prediction: loss", "mtp_loss", "nats per label token", "eval_mtp_loss"),
+    Chart("… accepted at depth 1", "mtp_acceptance_1", "%", "eval_mtp_acceptance_1", 100.0),
     Chart("Gradient norm", "grad_norm", "before clipping", log=True),
     Chart("Learning rate", "lr", "rate"),
     Chart("Speed", "tokens_per_s", "tokens/s"),

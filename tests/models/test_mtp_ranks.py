@@ -1,0 +1,136 @@
+"""Multi-token prediction on any mesh: loss and every gradient are those of one process, sample by sample."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import seqbraid as sb
+from seqbraid import Mesh
+from seqbraid.models.step import forward_backward
+from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.media import mixed_samples, tiny_media_config, tiny_media_model
+from seqbraid.models.tiny.mtp import with_mtp
+from seqbraid.models.tiny.samples import random_samples
+from seqbraid.plan.memory import MemoryOptions
+from seqbraid.verify.parity import check_parity, rows_of, stock_references
+from tests.distributed.test_units import whole
+from tests.helpers import ranks
+
+LENGTHS = (13, 5, 70, 2, 1, 22, 1, 40, 3)
+Changes = dict[str, Any]
+
+TEXT: list[tuple[str, Changes, int, dict[str, int], list[dict[str, Any]]]] = [
+    (
+        "qwen3_5",
+        {"tie_word_embeddings": True},
+        3,
+        {"ring": 4},
+        [{"policy": "zigzag"}, {"policy": "balanced"}],
+    ),
+    ("qwen3_5", {"tie_word_embeddings": True}, 3, {"ulysses": 4}, [{"policy": "contiguous"}]),
+    ("qwen3_5", {"tie_word_embeddings": True}, 3, {"ring": 2, "ulysses": 2}, [{"policy": "zigzag"}]),
+    ("qwen3_5", {"tie_word_embeddings": True}, 3, {"tp": 2}, [{}]),
+    ("qwen3_5", {"tie_word_embeddings": True}, 3, {"ring": 2, "tp": 2}, [{}]),
+    ("qwen3_next", {}, 2, {"ring": 2, "ep": 2}, [{}]),
+    ("qwen3_next", {}, 2, {"tp": 2, "ep": 2}, [{}]),
+    ("qwen3_next", {}, 2, {"dp_shard": 2}, [{"micro_batches": 2}]),
+    ("qwen3_5", {"mtp_num_hidden_layers": 2}, 3, {"dp_shard": 2, "ring": 2}, [{}]),  # two layers in turn
+]
+
+
+def build(family: str, changes: Changes, depth: int) -> PreTrainedModel:
+    stock = tiny_media_model(family) if changes.get("media") else tiny_model(family, **changes)
+    return with_mtp(stock, depth)
+
+
+def samples_of(family: str, changes: Changes) -> list[dict[str, Any]]:
+    if changes.get("media"):
+        return mixed_samples(tiny_media_config(family))[:-1]
+    return random_samples(LENGTHS, 97, seed=3, ignored="some")
+
+
+def references(folder: Path, family: str, changes: Changes, depth: int, data: int, micro: int) -> str:
+    """Made once by the test process, read by all ranks."""
+    path = folder / f"{family}-{depth}-{data}-{micro}-{sorted(changes)}.pt"
+    if not path.exists():
+        samples = samples_of(family, changes)
+        rows = rows_of(len(samples), data, micro)
+        torch.save(stock_references(build(family, changes, depth), samples, rows), path)
+    return str(path)
+
+
+def verdicts(
+    path: str, family: str, changes: Changes, depth: int, mesh: dict[str, int], cases: list[dict[str, Any]]
+) -> list[tuple[bool, Any]]:
+    known, found = torch.load(path, weights_only=False), []
+    for case in cases:
+        parity = check_parity(
+            build(family, changes, depth),
+            samples_of(family, changes),
+            Mesh(**mesh),
+            references=known,
+            multiple_of=8,
+            **case,
+        )
+        found.append((parity.holds, parity.worst))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.mark.parametrize("case", TEXT, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_all_depths_equal_each_sample_alone(folder: Path, case: Any) -> None:
+    family, changes, depth, mesh, cases = case
+    data = mesh.get("dp_shard", 1)
+    path = references(folder, family, changes, depth, data, cases[0].get("micro_batches", 1))
+    size = math.prod(size for axis, size in mesh.items() if axis != "ep")
+    for found in ranks.run(verdicts, size, path, family, changes, depth, mesh, cases):
+        for holds, worst in found:
+            assert holds, (mesh, worst)
+
+
+@pytest.mark.parametrize("mesh", [{"ring": 2, "ulysses": 2}, {"tp": 2}], ids=str)
+def test_media_are_predicted_from_as_they_were_seen(folder: Path, mesh: dict[str, int]) -> None:
+    changes = {"media": True}
+    path = references(folder, "qwen3_5", changes, 2, 1, 1)
+    size = math.prod(mesh.values())
+    for ((holds, worst),) in ranks.run(
+        verdicts, size, path, "qwen3_5", changes, 2, mesh, [{"policy": "zigzag"}]
+    ):
+        assert holds, worst
+
+
+def memory_gradients(options: dict[str, Any], axes: dict[str, int]) -> dict[str, Tensor]:
+    model = with_mtp(tiny_model("qwen3_5_moe"), depth=2)
+    mesh = Mesh(**axes)
+    braided = sb.parallelize(model, mesh, memory=MemoryOptions(**options))
+    rows = [random_samples(lengths, 97, seed=3, ignored="some") for lengths in ((40, 3, 1), (2, 1), (70, 9))]
+    batches = [sb.pack(row, model.config, mesh, policy="zigzag", mtp_depth=2) for row in rows]
+    forward_backward(braided, batches)
+    return whole(model)
+
+
+def test_no_switch_for_memory_changes_a_gradient() -> None:
+    expected = memory_gradients({}, {})
+    size = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    for options, axes in (
+        ({"checkpointing": "full", "reduce_gradients": "once", "mlp_tile": 7}, {"ring": 2}),
+        ({"checkpointing": "selective", "offload": True, "loss_chunk": 9}, {"ulysses": 2}),
+        ({"checkpointing": "full", "offload": True}, {"ring": 2, "tp": 2, "ep": 2}),
+    ):
+        size_of_mesh = math.prod(n for axis, n in axes.items() if axis != "ep")
+        for found in ranks.run(memory_gradients, size_of_mesh, options, axes):
+            assert found.keys() == expected.keys()
+            for name, gradient in expected.items():
+                error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-4 * size)
+                assert error < 5e-5, (name, float(error), options)
