@@ -5,6 +5,7 @@ labels.
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,14 @@ def test_conversations_are_what_trl_makes_with_assistant_only_loss(tmp_path: Pat
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed: what it made before is compared")
 def test_trl_makes_what_it_made() -> None:
     assert everything() == OF_TRL
+
+
+@pytest.mark.parametrize("answers", ["chosen", "rejected_response", "rejected_messages", "label", "kto_tag"])
+def test_preference_data_is_refused_by_name_and_sent_to_an_example_that_is_there(answers: str) -> None:
+    with pytest.raises(ValueError, match=f"the key '{answers}', so it is preference data") as error:
+        parse_record({"prompt": "a", "completion": "b", answers: "c"})
+    (path,) = re.findall(r"examples/[\w/]+\.py", str(error.value))
+    assert "dpo" in (FOLDER.parents[2] / path).read_text(encoding="utf-8").lower()
 
 
 @pytest.mark.parametrize(
