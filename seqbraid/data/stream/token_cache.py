@@ -13,10 +13,12 @@ import os
 import shutil
 import uuid
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from time import monotonic
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,8 @@ from ..records.jsonl import digest
 
 LOOK_BYTES = 2**24
 """After so many bytes a process looks how large the folder has become."""
+LOOK_AGAIN_S = 30.0
+"""After so long a process looks for what others, or itself in an epoch before, have added."""
 ENTRY = np.dtype(
     [
         ("sample", "<i8"),
@@ -62,36 +66,47 @@ class TokenCache:
         self.root = Path(folder or default_folder()) / "tokens"
         self.limit = limit
         self._folder: Path | None = None
-        self._texts: list[IO[bytes]] = []
         self._writes: tuple[IO[bytes], IO[bytes]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "limit": self.limit, "_folder": None, "_texts": [], "_writes": None}
+        return {"root": self.root, "limit": self.limit, "_folder": None, "_writes": None}
 
     def open(self, source: str, encoder: str, num_samples: int) -> None:
         """Read where the texts of a source are that an encoder made, by their fingerprints; a folder that
         cannot be used is none.
         """
         folder = self.root / digest([source, encoder])
+        self._files: dict[str, IO[bytes]] = {}
+        self._texts: list[IO[bytes]] = []
+        """Each with some of the entries; a file that grew is there again."""
+        self._ends: list[int] = []
+        """How many entries it and those before have."""
+        self._known: dict[str, int] = {}
+        self._entries = np.empty(0, ENTRY)
+        self._place_of = np.full(num_samples, -1, np.int64)
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             os.utime(folder)
             self._make_room(folder)
-            self._read(folder, num_samples)
+            self._read(folder)
             self._folder = folder
             self._room = self.limit - _size(self.root)
 
     def get(self, sample: int, record: Any) -> Tokenized | None:
         """What was made of a sample, if it is there and of this record."""
-        if self._folder is None or self._place_of[sample] < 0:
+        if self._folder is None:
             return None
+        if self._place_of[sample] < 0 and monotonic() - self._read_at >= LOOK_AGAIN_S:
+            self._read(self._folder)
         place = int(self._place_of[sample])
+        if place < 0:
+            return None
         entry = self._entries[place]
         if entry["record"] != _digest(record):
             return None
         tokens, start = int(entry["tokens"]), int(entry["start"])
         size = 4 * tokens + -(-tokens // 8)
-        file = self._texts[int(np.searchsorted(self._ends, place, side="right"))]
+        file = self._texts[bisect_right(self._ends, place)]
         try:
             data = os.pread(file.fileno(), size, start)
         except OSError:
@@ -139,20 +154,24 @@ class TokenCache:
             with suppress(OSError):
                 file.flush()
 
-    def _read(self, folder: Path, num_samples: int) -> None:
-        found: list[NDArray[Any]] = []
+    def _read(self, folder: Path) -> None:
+        """Read which texts were added since the last look."""
+        self._read_at = monotonic()
         for path in sorted(folder.glob(f"*{PLACES}")):
             with suppress(OSError):
-                texts = path.with_suffix(TEXTS).open("rb")
-                data = path.read_bytes()
-                found.append(np.frombuffer(data[: len(data) // ENTRY.itemsize * ENTRY.itemsize], ENTRY))
-                self._texts.append(texts)
-        self._ends = np.cumsum([len(one) for one in found])
-        self._entries = np.concatenate(found) if found else np.empty(0, ENTRY)
-        self._place_of = np.full(num_samples, -1, np.int64)
-        known = (self._entries["sample"] >= 0) & (self._entries["sample"] < num_samples)
-        places = np.flatnonzero(known)
-        self._place_of[self._entries["sample"][places]] = places
+                known = self._known.get(path.name, 0)
+                added = np.fromfile(path, ENTRY, offset=known * ENTRY.itemsize)
+                if not len(added):
+                    continue
+                if path.name not in self._files:
+                    self._files[path.name] = path.with_suffix(TEXTS).open("rb")
+                self._texts.append(self._files[path.name])
+                self._known[path.name] = known + len(added)
+                first = len(self._entries)
+                self._entries = np.concatenate([self._entries, added])
+                self._ends.append(len(self._entries))
+                own = np.flatnonzero((added["sample"] >= 0) & (added["sample"] < len(self._place_of)))
+                self._place_of[added["sample"][own]] = first + own
 
     def _make_room(self, own: Path) -> None:
         """Delete what no run used for longest while there is more than the limit."""

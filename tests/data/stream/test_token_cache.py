@@ -170,6 +170,17 @@ def test_an_entry_comes_back_as_it_was(tmp_path: Path) -> None:
     assert other.get(4, {"text": "\ud800"}) is None
 
 
+def test_a_later_epoch_finds_what_an_earlier_one_tokenized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, made = steps(loader(folder))
+    assert made > len(RECORDS)  # in less than half a minute nobody looks again
+    monkeypatch.setattr(token_cache, "LOOK_AGAIN_S", 0.0)
+    found, made = steps(loader(folder, system=""))
+    assert made == len(RECORDS)
+    same(found, wanted)
+
+
 def on_ranks(folder: Path) -> tuple[list[Any], int]:
     found, made = steps(loader(folder, Mesh(dp_shard=2)))
     return [step.where for step in found], made
