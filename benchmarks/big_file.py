@@ -26,13 +26,13 @@ SMALL = 2000
 """Records of the file whose time is that of the start-up."""
 
 
-def write_file(path: Path, lines: int, seed: int = 0) -> None:
-    """Questions and answers of some five to five hundred words."""
+def write_file(path: Path, lines: int, letters: int, seed: int = 0) -> None:
+    """Questions and answers of so many letters, by the median."""
     rng = np.random.default_rng(seed)
-    text = " ".join(rng.choice(WORDS, 4000))
+    text = " ".join(rng.choice(WORDS, 30 * letters))
     with path.open("w") as file:
         for number in range(lines):
-            length = int(np.clip(rng.lognormal(5.0, 0.9), 20, 3000))
+            length = int(np.clip(letters * rng.lognormal(0.0, 0.9), 20, 20 * letters))
             start = int(rng.integers(0, len(text) - length))
             turns = [("user", f"What is {number}?"), ("assistant", text[start : start + length])]
             file.write(
@@ -98,6 +98,7 @@ def main() -> None:
     """Print a line for each command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lines", type=int, default=1_000_000)
+    parser.add_argument("--letters", type=int, default=150, help="of an answer, by the median")
     parser.add_argument("--row-tokens", type=int, default=4096)
     parser.add_argument("--samples", type=int, default=2000, help="that inspect looks at")
     parser.add_argument(
@@ -107,10 +108,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as found:
         temporary = Path(found)
         folder = args.folder or temporary
-        big, small = folder / f"{args.lines}.jsonl", temporary / "small.jsonl"
+        big, small = folder / f"{args.lines}x{args.letters}.jsonl", temporary / "small.jsonl"
         if not big.exists():
-            write_file(big, args.lines)
-        write_file(small, min(SMALL, args.lines))
+            write_file(big, args.lines, args.letters)
+        write_file(small, min(SMALL, args.lines), args.letters)
         seconds = read_once(big)
         print(f"{args.lines:,} lines, {big.stat().st_size / 2**30:.2f} GiB, read once in {seconds:.2f} s")
         show = [f"--samples={args.samples}", *options(big, temporary / "seen", args.row_tokens)]
