@@ -15,7 +15,7 @@ setup: $(READY)
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) torch
-	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[train,datasets,lora,audio,video,demo,dev]'
+	$(BIN)/python -m pip install -q -c $(CONSTRAINTS) -e '.[train,datasets,lora,trl,audio,video,demo,dev]'
 	touch $@
 
 $(KERNELS)/.ready: $(READY) constraints/kernels.txt

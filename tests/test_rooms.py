@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "train/demo": BELOW | {"train", "train/report"},
     "bench": BELOW | {"train"},
     "verify": BELOW - {"printable"},
+    "integrations": BELOW | {"train"},
     "doctor": {"ops"},
 }
 """Room to the rooms it may import beside itself, as the design has it; the package's front and `cli` may

@@ -43,6 +43,12 @@ VARIANTS = (
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
+NO_HEAD = (
+    "LoRA on the head ({head}) is not supported: the loss reads the head's weight, so the adapter would have "
+    "no effect; leave it out of the targets"
+)
+
+
 @dataclass(frozen=True)
 class LoraOptions:
     """Which layers get an adapter, and how large it is."""
@@ -138,11 +144,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> list[str]:
             raise ValueError(f"{folder} has no {name}, so it is not a peft adapter in safetensors format")
     peft = _peft()
     config = peft.PeftConfig.from_pretrained(str(folder))
-    if not isinstance(config, peft.LoraConfig):
-        raise ValueError(f"{folder} is an adapter of kind {config.peft_type}; only LoRA is supported")
-    variants = [name for name in VARIANTS if getattr(config, name, None) not in (None, False, "none", [], {})]
-    if variants:
-        raise ValueError(f"{folder} is not plain LoRA on linear layers: it sets {', '.join(variants)}")
+    _check_plain(folder, config)
     config.inference_mode = False
     try:
         given = load_file(folder / WEIGHTS)
@@ -161,6 +163,45 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> list[str]:
         for name, x in given.items():
             wanted[name].copy_(x)
     return names
+
+
+def stock_under(model: Any) -> Any:
+    """The stock model of a `PeftModel`, whose LoRA adapters stay in it; any other model as it is.
+
+    What is more than plain LoRA on linear layers is refused.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    configs = model.peft_config
+    config = configs.get(ADAPTER)
+    if config is None or len(configs) > 1:
+        raise ValueError(
+            f"the PeftModel has the adapters {', '.join(configs)}; one is supported, called {ADAPTER!r}"
+        )
+    _check_plain("the PeftModel", config)
+    stock = model.get_base_model()
+    if "_require_grads_hook" in vars(stock):
+        stock.disable_input_require_grads()  # which our activation checkpoints do without
+    adapted = [name for name, module in stock.named_modules() if hasattr(module, "lora_A")]
+    for name in adapted:
+        if not isinstance(stock.get_submodule(name).base_layer, nn.Linear):
+            raise ValueError(
+                f"{name!r} is no linear layer of {type(stock).__name__}; LoRA adapts linear layers"
+            )
+    if (head := _head_name(stock)) in adapted:
+        raise ValueError(NO_HEAD.format(head=head))
+    if not has_lora(stock):
+        raise ValueError("the PeftModel has no adapter weights; give its base model, or add adapters")
+    return stock
+
+
+def _check_plain(where: Any, config: Any) -> None:
+    """Refuse an adapter that is more than plain LoRA on linear layers."""
+    if not isinstance(config, _peft().LoraConfig):
+        raise ValueError(f"{where} is an adapter of kind {config.peft_type}; only LoRA is supported")
+    variants = [name for name in VARIANTS if getattr(config, name, None) not in (None, False, "none", [], {})]
+    if variants:
+        raise ValueError(f"{where} is not plain LoRA on linear layers: it sets {', '.join(variants)}")
 
 
 def is_adapter(name: str) -> bool:
@@ -247,10 +288,7 @@ def _checked(model: PreTrainedModel, names: list[str]) -> list[str]:
         raise ValueError(f"{type(model).__name__} has adapters already")
     head, linear = _head_name(model), _linear_layers(model)
     if head in names:
-        raise ValueError(
-            f"LoRA on the head ({head}) is not supported: the loss reads the head's weight, so the "
-            "adapter would have no effect; leave it out of the targets"
-        )
+        raise ValueError(NO_HEAD.format(head=head))
     if not names:
         raise ValueError(f"{type(model).__name__} has no linear layers in its decoder that LoRA could adapt")
     other = [name for name in names if name not in linear]
