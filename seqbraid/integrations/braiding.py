@@ -10,7 +10,8 @@ import torch
 from ..comm.consensus import raised_by_all
 from ..distributed.api import parallelize
 from ..mesh import Mesh
-from ..models.braided import BraidedModel, LossFunction
+from ..models.braided import BraidedModel
+from ..models.local_tokens import TokenLoss
 from ..ops.kernels import KernelOptions
 from ..plan.memory import MemoryOptions
 from ..train.lora import stock_under
@@ -30,7 +31,7 @@ class Braiding:
     gated_delta: str = "auto"
     memory: MemoryOptions | None = None
     kernels: KernelOptions | None = None
-    loss: LossFunction | None = None
+    loss: TokenLoss | None = None
     braided: BraidedModel | None = None
     """The model that was on the mesh already."""
 

@@ -69,16 +69,12 @@ def run_through(
 
 def _scores(model: BraidedModel, batch: PackedBatch, labels_of_samples: Sequence[Tensor]) -> list[Scored]:
     """Of the samples of a row, on every rank that shares it; none of a row that was filled up."""
-    logits = model.logits(batch.to(model.device))
-    own = zip(logits, labels_of_samples, strict=False)
-    return [_score(logits_TV, labels_T.cpu()) for logits_TV, labels_T in own]
+    found = model.token_logprobs(batch).per_sample()
+    own = zip(found, labels_of_samples, strict=False)
+    return [_score(scores_T, labels_T) for scores_T, labels_T in own]
 
 
-def _score(logits_TV: Tensor, labels_T: Tensor) -> Scored:
+def _score(scores_T: Tensor, labels_T: Tensor) -> Scored:
     labels_T = labels_T.clone()
     labels_T[0] = IGNORE  # nothing comes before it
-    places_L = (labels_T != IGNORE).nonzero()[:, 0]
-    scores_T = torch.zeros(len(labels_T))
-    logprobs_LV = logits_TV[places_L - 1].float().log_softmax(-1).cpu()
-    scores_T[places_L] = logprobs_LV.gather(1, labels_T[places_L, None])[:, 0]
-    return scores_T.numpy(), labels_T.numpy()
+    return scores_T.float().cpu().numpy(), labels_T.numpy()

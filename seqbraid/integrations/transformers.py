@@ -29,12 +29,12 @@ from ..models.step import Step, agree_on, forward_backward
 from ..plan.flops import ModelFlops
 from ..plan.memory import MemoryOptions
 from ..train.batches import COUNTS, StepMaker
-from ..train.optimizer import MasterAdamW, gradients_of
 from ..train.seeds import drawn_seed
 from .arguments import check_arguments, without_stock_checkpointing
 from .braiding import OWN, Braiding
 from .checkpoint import ShardedState, save_beside, save_stock
 from .evaluation import run_through
+from .optimizer import gradients_of, partwise, stock_optimizer
 from .rows import Dealt, Numbers, RowSampler, RowSettings, lengths_of, set_epoch
 from .samples import LabelledRowMaker, RowMaker, bad_step
 
@@ -115,12 +115,11 @@ class Trainer(transformers.Trainer):
         return model
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The stock one; AdamW with float32 master weights where parameters are narrower."""
-        narrow = any(p.dtype.itemsize < 4 for p in self.model.parameters() if p.requires_grad)
-        if narrow and self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+        """Torch's own on this rank's parts, with float32 master weights where parameters are narrower."""
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             kind, settings = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            if kind is torch.optim.AdamW:
-                self.optimizer_cls_and_kwargs = MasterAdamW, {**settings, "fused": True}
+            if getattr(kind, "__module__", "").startswith("torch.optim."):
+                self.optimizer_cls_and_kwargs = partwise(kind), settings
         return super().create_optimizer(model)
 
     # Data
@@ -238,7 +237,7 @@ class Trainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         assert self._agreed is not None
         optimizer = stock_optimizer(self.optimizer)
-        gather = optimizer.gather_gradients if isinstance(optimizer, MasterAdamW) else None
+        gather = getattr(optimizer, "gather_gradients", None)
         out = forward_backward(
             self.braided,
             self._work,
@@ -265,13 +264,13 @@ class Trainer(transformers.Trainer):
 
     def _clip_grad_norm(self, model: Any) -> float:
         norm = self._get_grad_norm(model)
-        clip_gradients(gradients_of(stock_optimizer(self.optimizer)), norm, self.args.max_grad_norm)
+        clip_gradients(gradients_of(self.optimizer), norm, self.args.max_grad_norm)
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
         if grad_norm is not None:
             return grad_norm
-        return gradient_norm(gradients_of(stock_optimizer(self.optimizer)), self.mesh)
+        return gradient_norm(gradients_of(self.optimizer), self.mesh)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counted once a step, over all ranks."""
@@ -355,12 +354,7 @@ class Trainer(transformers.Trainer):
 
 UNSUPPORTED = {
     "model_init": "the model is on the mesh before the trainer is made; pass model=",
-    "compute_loss_func": "it takes logits, which never exist as a whole; pass loss=, a sum over hidden "
-    "states (see seqbraid.forward_backward)",
+    "compute_loss_func": "it takes logits, which never exist as a whole; pass loss=, a sum of "
+    "log-probabilities (see seqbraid.forward_backward)",
     "preprocess_logits_for_metrics": "compute_metrics is given log-probabilities of labels, not logits",
 }
-
-
-def stock_optimizer(optimizer: Any) -> Any:
-    """The optimizer itself, where accelerate has wrapped it."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -43,7 +43,7 @@ class Agreed(NamedTuple):
         if not isinstance(wanted, str):
             return wanted
         found = {"tokens": self.label_tokens, "samples": self.samples, "pairs": self.samples / 2}
-        number = {**found, **self.counts}.get(wanted)
+        number = {**self.counts, **found}.get(wanted)  # counts of a step may have such a name too
         if number is None:
             raise ValueError(
                 f"divisor={wanted!r} is not known; use 'tokens', 'samples', 'pairs', a number, or the name "

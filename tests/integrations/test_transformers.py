@@ -272,3 +272,20 @@ def test_a_stream_is_dealt_out_and_goes_on(tmp_path: Path) -> None:
         run.train()
         found.append(json.dumps(curve(run, "loss")))
     assert found[0] == found[1]
+
+
+def test_a_loss_of_ones_own_and_bfloat16_train_as_the_loss_and_the_type_of_before(tmp_path: Path) -> None:
+    def run(dtype: torch.dtype, **options: Any) -> Trainer:
+        model, _ = tiny_training_model("qwen3", seed=0, dtype=dtype)
+        args = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2, gradient_checkpointing=True)
+        found = trainer(model, args, tokens(20), **options)
+        found.train()
+        return found
+
+    plain = run(torch.float32)
+    own = run(torch.float32, loss=lambda row: -row.logprobs().sum())
+    assert curve(own, "loss") == pytest.approx(curve(plain, "loss"), rel=1e-5)
+    narrow = run(torch.bfloat16)
+    assert curve(narrow, "loss") == pytest.approx(curve(plain, "loss"), rel=1e-3)
+    masters = [state["master"] for state in narrow.optimizer.state.values()]
+    assert masters and all(master.dtype == torch.float32 for master in masters)
