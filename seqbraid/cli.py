@@ -65,6 +65,7 @@ def _add_layout(commands: Commands) -> None:
     parser.add_argument("--ring", type=int, default=1)
     parser.add_argument("--ulysses", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1, help="ranks that share a rank's tokens and heads")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages of --model")
     parser.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
     parser.add_argument(
         "--multiple-of", type=int, default=1, help="round a rank's tokens up to a multiple of this"
@@ -76,7 +77,7 @@ def _add_layout(commands: Commands) -> None:
         "--model",
         help=(
             "a tiny model (qwen3_5, …) or a checkpoint's folder: also show what its gated-delta layers, its "
-            "experts and its tensor parallel ranks send"
+            "experts, its tensor parallel ranks and its pipeline stages send"
         ),
     )
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts of --model")
@@ -100,12 +101,12 @@ def _layout(args: argparse.Namespace) -> int:
     )
     shown: list[RenderableType] = [layout_table(layout)]
     if args.model:
-        from .verify.exchange import (
-            exchange_report,
-            expert_report,
-        )  # imports transformers, which takes a while
+        # Imports transformers, which takes a while.
+        from .verify.exchange import exchange_report, expert_report, stage_report
 
         shown.append(exchange_report(layout, args.model, args.tp))
+        if args.pp > 1:
+            shown.append(stage_report(layout, args.model, args.pp, args.tp))
         if args.ep > 1:
             shown.append(expert_report(layout, args.model, args.ep, args.tp))
     Console().print(*shown)
@@ -128,7 +129,7 @@ def _add_verify(commands: Commands) -> None:
         help=("sequence length of each sample; by default a mix of short and long ones"),
     )
     parser.add_argument("--policy", default="balanced", help="balanced, zigzag or contiguous")
-    for axis in ("ring", "ulysses", "tp", "dp_shard"):
+    for axis in ("ring", "ulysses", "tp", "dp_shard", "pp"):
         flag = "--" + axis.replace("_", "-")
         parser.add_argument(flag, type=int, default=1, help=f"ranks on the {axis} axis, under torchrun")
     parser.add_argument(
@@ -158,7 +159,8 @@ def _verify(args: argparse.Namespace) -> int:
     from .verify.report import print_mutants, print_parity
     from .verify.run import load_model, verify_model, verify_mutants
 
-    mesh = Mesh(ring=args.ring, ulysses=args.ulysses, tp=args.tp, dp_shard=args.dp_shard, ep=args.ep)
+    axes = ("pp", "dp_shard", "ring", "ulysses", "tp", "ep")
+    mesh = Mesh(**{axis: getattr(args, axis) for axis in axes})
     model = load_model(args.model, args.seed, args.mtp)
     if mesh.world_size > 1:
         join_on_cpu("verify")

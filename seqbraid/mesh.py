@@ -175,6 +175,13 @@ class Mesh:
         return self.sequence_rank * self.tp + self.axis_rank("tp")
 
     @property
+    def media_rank(self) -> int:
+        """Place among the ranks that encode a row's media, which are those of its first pipeline stage; −1 on
+        the others, which have none of them.
+        """
+        return self.row_rank if self.axis_rank("pp") == 0 else -1
+
+    @property
     def data_world_size(self) -> int:
         """How many groups of ranks see different samples."""
         return self.dp_replicate * self.dp_shard
@@ -234,7 +241,7 @@ class Mesh:
             return {}
         # Ranks with other axes would make other groups, and wait in them for ever.
         agree(self.cpu_group, None, alike={"the mesh": f"{self._sizes()}, ep={self.ep}"})
-        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        device_type = self.device_type
         root = init_device_mesh(device_type, tuple(getattr(self, axis) for axis in AXES), mesh_dim_names=AXES)
         meshes = {axis: root[axis] for axis in AXES}
         meshes["sequence"] = root["ring", "ulysses"]._flatten()
@@ -261,6 +268,11 @@ class Mesh:
             meshes["efsdp"] = experts["dp_replicate", "shard"] if replicated else experts["shard"]
             meshes["ep"] = experts["ep"]
         return meshes
+
+    @property
+    def device_type(self) -> str:
+        """Where the groups communicate."""
+        return "cuda" if dist.is_initialized() and "nccl" in dist.get_backend() else "cpu"
 
     def _outside_of(self, inner: dict[str, int], device_type: str) -> DeviceMesh:
         """A mesh that sees the ranks of a stage and a replica in another way."""

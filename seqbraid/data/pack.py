@@ -68,7 +68,7 @@ def pack(
     mesh = Mesh() if mesh is None else mesh
     try:
         with normal_tensors():
-            row = build_row(samples, config, check_media, mesh.row_rank, mtp_depth)
+            row = build_row(samples, config, check_media, mesh.media_rank, mtp_depth)
             if plans is None:
                 plans = plan_row(row.lengths, config, mesh, policy, multiple_of, pad_to, fp8)
             if mtp_depth:
@@ -111,8 +111,8 @@ def build_row(
 ) -> Row:
     """Check the samples one by one and join them; targets are shifted and positions counted per sample.
 
-    `rank` is the one whose media the samples hold, where they say who encodes what; `mtp_depth` how many
-    tokens beyond the next one are predicted.
+    `rank` is the one whose media the samples hold, where they say who encodes what, −1 encodes none;
+    `mtp_depth` how many tokens beyond the next one are predicted.
     """
     if isinstance(samples, Mapping | Tensor) or not isinstance(samples, Iterable):
         raise ValueError(
@@ -151,6 +151,7 @@ def build_row(
         _filler(row_ids, config, family),
         *fields.joined(),
         mtp_targets=torch.cat(further, 1) if mtp_depth else None,
+        is_encoded=rank >= 0,
     )
 
 

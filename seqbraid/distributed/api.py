@@ -14,10 +14,13 @@ from ..models.agreement import config_values
 from ..models.braided import BraidedModel
 from ..models.mtp import attached
 from ..models.mtp_module import MtpOptions
+from ..models.stage import Stage, without_weights
 from ..ops.kernels import KernelOptions
 from ..plan.memory import MemoryOptions
-from .fsdp import check_compute_dtype, shard_parameters
+from ..plan.pipeline import PipelineOptions, cut_into_stages
+from .fsdp import check_compute_dtype, check_same_weights, shard_parameters
 from .memory import apply_memory_options
+from .pipeline import StagePipeline
 
 
 def parallelize(
@@ -28,6 +31,7 @@ def parallelize(
     compute_dtype: torch.dtype | None = None,
     kernels: KernelOptions | None = None,
     mtp: MtpOptions | None = None,
+    pipeline: PipelineOptions | None = None,
 ) -> BraidedModel:
     """Put a stock model on the mesh; refuses, before anything is changed, a model that we could not keep
     exact.
@@ -44,6 +48,7 @@ def parallelize(
             that is installed, fits and is right (`seqbraid doctor` lists them).
         mtp: trains the model's multi-token prediction too, from its checkpoint's `mtp.` tensors
             ([docs/mtp.md](docs/mtp.md)); without it they stay as they are.
+        pipeline: which layers each of the `pp` stages has, and how micro-batches go through them.
 
     >>> from transformers import AutoModelForCausalLM, LlamaConfig
     >>> config = LlamaConfig(vocab_size=99, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -57,15 +62,21 @@ def parallelize(
     """
     mesh = Mesh() if mesh is None else mesh
     memory = MemoryOptions() if memory is None else memory
+    pipeline = PipelineOptions() if pipeline is None else pipeline
     group, error, braided, alike, attaching = mesh.cpu_group, None, None, {}, ExitStack()
+    stages: tuple[Stage, ...] = ()
     try:
-        check_model(model, mesh)
+        check_model(model)
         if mtp is not None:
             attaching.enter_context(attached(model, mtp))
         check_compute_dtype(model, compute_dtype)
         alike = _alike(model, gated_delta, memory, compute_dtype, kernels)
+        structure = without_weights(model) if mesh.pp > 1 else model
         braided = BraidedModel(model, mesh, gated_delta, kernels)
         braided.until_release(attaching)
+        if mesh.pp > 1:
+            stages = cut_into_stages(braided.parts, mesh.pp, pipeline)
+            alike["pipeline"] = repr((pipeline, stages))
         apply_memory_options(braided, memory)
     except Exception as problem:
         error = problem
@@ -79,19 +90,22 @@ def parallelize(
         raise
     assert braided is not None
     braided.join_groups()
+    check_same_weights(braided, mesh)
+    if stages:
+        dtype = compute_dtype or braided.parts.model.get_input_embeddings().weight.dtype
+        own = stages[mesh.axis_rank("pp") :: mesh.pp]
+        tied = braided.parts.is_tied
+        braided.keep(own, structure)
+        braided.pipeline = StagePipeline(braided, own, dtype, tied)
     if mesh.world_size > 1 or any(p.dtype != (compute_dtype or p.dtype) for p in model.parameters()):
         shard_parameters(braided, mesh, compute_dtype)
     return braided
 
 
-def check_model(model: Any, mesh: Mesh) -> None:
-    """Refuse what is no stock model, and axes that are to come."""
+def check_model(model: Any) -> None:
+    """Refuse what is no stock model."""
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"parallelize takes a PreTrainedModel of transformers, not {type(model).__name__}")
-    if mesh.pp > 1:
-        raise ValueError(
-            f"pp={mesh.pp} is not supported yet; use 1, and dp_shard, ring, ulysses, tp or ep instead"
-        )
 
 
 def _alike(

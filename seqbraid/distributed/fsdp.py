@@ -51,7 +51,6 @@ def shard_parameters(model: BraidedModel, mesh: Mesh, compute_dtype: torch.dtype
     `compute_dtype`, parameters are cast when they are gathered, and gradients are summed in float32. One
     process takes the same way, as a group of one, so that `compute_dtype` means the same on any mesh.
     """
-    _check_same_weights(model, mesh)
     if mesh.ep > 1:
         place_experts(model.parts, mesh)
     if model.tensor is not None:
@@ -92,6 +91,7 @@ def _prefetch(model: nn.Module, units: Units) -> None:
     wanted = {
         id(unit.module): next((u.module for u in order[i + 1 :][:1] if u.backward_reads), unit.module)
         for i, unit in enumerate(order)
+        if not unit.begins_stage
     }
     for unit in units.units:
         module = unit.module
@@ -124,9 +124,9 @@ def _reduce_dtype(model: nn.Module) -> torch.dtype | None:
     return torch.float32 if narrow else None
 
 
-def _check_same_weights(model: nn.Module, mesh: Mesh) -> None:
+def check_same_weights(model: nn.Module, mesh: Mesh) -> None:
     """Each rank keeps its part of its own weights: if they differed, the whole would be a model of nobody."""
-    if any(p.is_meta for p in model.parameters()):
+    if mesh.world_size == 1 or any(p.is_meta for p in model.parameters()):
         return
     digest = 0
     for name, parameter in model.named_parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,12 +24,18 @@ def gradient_norm(gradients: Sequence[Tensor], mesh: Mesh) -> float:
     Ranks of `dp_replicate` hold the same parts, so they are not added. Experts over ranks lie on another mesh
     than the rest, but each number of theirs is on one rank of a replica as well.
     """
-    device = gradients[0].device if gradients else torch.device("cpu")
+    device = gradients[0].device if gradients else mesh.device_type  # of a stage that learns nothing
     square = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
         square += torch.linalg.vector_norm(local(gradient), dtype=torch.float32).double().square()
     mesh.sum_over_parts(square)
     return float(square.sqrt())
+
+
+def counted(model: BraidedModel, gradients: Mapping[Tensor, Tensor]) -> list[Tensor]:
+    """Of gradients by parameter those that this rank counts: a weight of two stages, on the first."""
+    copy = model.parts.head.weight if model.copies else None
+    return [gradient for parameter, gradient in gradients.items() if parameter is not copy]
 
 
 @torch.no_grad()
@@ -51,7 +57,7 @@ def clip_grad_norm_(model: BraidedModel, largest: float) -> float:
     >>> norm > 0.1, round(clip_grad_norm_(model, largest=0.1), 4)
     (True, 0.1)
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = gradient_norm(gradients, model.mesh)
-    clip_gradients(gradients, norm, largest)
+    gradients: dict[Tensor, Tensor] = {p: p.grad for p in model.parameters() if p.grad is not None}
+    norm = gradient_norm(counted(model, gradients), model.mesh)
+    clip_gradients(list(gradients.values()), norm, largest)
     return norm

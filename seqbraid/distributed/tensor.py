@@ -44,7 +44,8 @@ def share_matrices(model: BraidedModel) -> None:
                 done[id(parameter)] = _cut(parameter, cut, axis)
             cut.module._parameters[name] = done[id(parameter)]
     embedding: Any = plan.embedding.module
-    model.until_release(forward_replaced(embedding, _Embedding(embedding, group)))
+    if isinstance(embedding, nn.Embedding):  # else another pipeline stage has it
+        model.until_release(forward_replaced(embedding, _Embedding(embedding, group)))
     for region in (region for layer in plan.regions for region in layer):
         for cut in region.cuts:
             model.until_release(forward_replaced(cut.module, _CutLinear(cut, group)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,11 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..comm.consensus import agree
 from ..models.braided import BraidedModel
-
-
-def plain_name(name: str) -> str:
-    """The name of a parameter without what wrappers add (activation checkpointing, compile)."""
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+from ..models.parts import tensors_by_name
 
 
 def spread_weights(model: BraidedModel, source: nn.Module | None, device: torch.device) -> None:
@@ -30,23 +24,28 @@ def spread_weights(model: BraidedModel, source: nn.Module | None, device: torch.
         device: where the parts go.
     """
     first = model.mesh.rank == 0
-    named = {plain_name(name): x for name, x in _tensors(model.model)}
-    found = dict(_tensors(source)) if source is not None else {}
+    named = _own(model)
+    wanted = tensors_by_name(model.structure)  # those of other pipeline stages too
+    found = {} if source is None else tensors_by_name(source)
     error = None
     if first != (source is not None):
         error = ValueError("only the first rank passes the weights")
     elif not all(x.is_meta for x in named.values()):
         error = ValueError("the model already has weights; build it on the meta device")
-    elif first and (wrong := sorted(name for name, x in named.items() if _differ(x, found.get(name)))):
+    elif first and (wrong := sorted(name for name, x in wanted.items() if _differ(x, found.get(name)))):
         error = ValueError(f"the loaded weights do not match the model: {', '.join(wrong[:5])}")
     agree(model.mesh.cpu_group, error)
     model.to_empty(device=device)
+    named = _own(model)
     with torch.no_grad():
-        for name, target in ((plain_name(name), x) for name, x in _tensors(model.model)):
-            full = torch.empty(target.shape, dtype=target.dtype, device=device)
+        for name, kind in wanted.items():
+            full = torch.empty(kind.shape, dtype=kind.dtype, device=device)
             if first:
                 full.copy_(found[name])
             dist.broadcast(full, src=0)
+            target = named.get(name)
+            if target is None:
+                continue
             if isinstance(target, DTensor):
                 part = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
                 target.to_local().copy_(part.to_local())
@@ -54,9 +53,9 @@ def spread_weights(model: BraidedModel, source: nn.Module | None, device: torch.
                 target.copy_(full)
 
 
-def _tensors(model: nn.Module) -> chain[tuple[str, Tensor]]:
-    """Parameters, tied ones once, and buffers; those that are not saved too."""
-    return chain(model.named_parameters(), model.named_buffers())
+def _own(model: BraidedModel) -> dict[str, Tensor]:
+    """This rank's tensors, by the names that they have where they are counted."""
+    return {model.copies.get(name, name): x for name, x in tensors_by_name(model.model).items()}
 
 
 def _differ(here: Tensor, there: Tensor | None) -> bool:

@@ -33,6 +33,7 @@ from .parts import ModelParts
 from .randomness import no_random_numbers, refuse_random_layers
 from .router import check_router_loss
 from .running import bind_layer, running, unbind
+from .stage import Stage, StageCall, check_stages, keep_stages, only
 from .tensor import TensorPlan
 
 MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
@@ -55,7 +56,7 @@ class DecoderOutput:
     """What a decoder gives for this rank's tokens."""
 
     hidden_TD: Tensor
-    """After the final norm."""
+    """After the final norm; `[1, T, D]` after its last layer, of a pipeline stage that is not the last."""
     router_logits: tuple[Tensor, ...] | None = None
     """`[T, E]` per layer with experts; None where they were not asked for."""
     expert_counts: Tensor | None = None
@@ -96,6 +97,8 @@ class Adapter:
         """What the mesh requires of the model, checked before any communication; gives what tensor parallel
         ranks share, None for one.
         """
+        if mesh.pp > 1:
+            check_stages(self.parts)
         tensor = None if mesh.tp == 1 else TensorPlan.of_mesh(self.parts, mesh)
         if mesh.ep > 1:
             check_experts(self.parts, mesh.ep)
@@ -167,6 +170,12 @@ class Adapter:
         self._bound, self.experts = [], []
         del vars(self.model)[MARK]
 
+    def keep(self, stages: Sequence[Stage]) -> None:
+        """Leave the model some of its pipeline stages; `unbraid` does not bring the others back."""
+        self.parts = keep_stages(self.parts, stages)
+        self.head = self.parts.head
+        self._embeddings = {n: m for n, m in self.model.named_modules() if isinstance(m, nn.Embedding)}
+
     def _set_attention(self, name: str) -> None:
         self._set_main_attention(name)
         if self.parts.mtp is not None:  # whose layers have a config of their own
@@ -193,7 +202,8 @@ class Adapter:
                 f"the head of {self.name} was replaced after parallelize; call release() first and "
                 "parallelize again"
             )
-        check_plain(self.head, self.name)
+        if isinstance(self.head, nn.Linear):  # else another stage has it
+            check_plain(self.head, self.name)
         _check_embeddings(self._embeddings, self.name)
         if self.is_training:
             refuse_random_layers(self.model, self.decoder, self.config, self.name)
@@ -225,18 +235,28 @@ class Adapter:
             )
 
     def decode(
-        self, batch: PackedBatch, context: StepContext, with_router: bool, with_mtp: bool = False
+        self,
+        batch: PackedBatch,
+        context: StepContext,
+        with_router: bool,
+        with_mtp: bool = False,
+        call: StageCall | None = None,
     ) -> DecoderOutput:
-        """The decoder on this rank's tokens, and the depths of multi-token prediction behind it."""
+        """The decoder, or one stage of it, on this rank's tokens, and the depths of multi-token prediction
+        behind it.
+        """
         extra = {"output_router_logits": True} if with_router else {}
         mtp = None
         positions_4T = batch.positions
         device = batch.input_ids.device
         with ExitStack() as stack:
             stack.enter_context(running(context))
+            if call is not None:
+                stack.enter_context(only(call.stage, self.parts))
             if self.is_training:
                 stack.enter_context(no_random_numbers(device, self.config, self.name))
-            inputs = self._inputs(batch, context)
+            received = None if call is None else call.hidden_TD
+            inputs = self._inputs(batch, context) if received is None else {"inputs_embeds": received[None]}
             if with_mtp and "inputs_embeds" not in inputs:
                 inputs = {"inputs_embeds": self.parts.embedding(inputs["input_ids"])}
             outputs = self.decoder(
@@ -253,22 +273,26 @@ class Adapter:
                     inputs["inputs_embeds"].squeeze(0),
                 )
                 mtp = run_mtp(self.parts, hidden_TD, embeds_TD, batch, context, self.experts, with_router)
-        missing = set(range(self.config.num_hidden_layers)) - context.mixed_layers
+        layers = range(self.config.num_hidden_layers) if call is None else call.stage.layers
+        missing = set(layers) - context.mixed_layers
         if missing:
             raise ValueError(
                 f"layers {sorted(missing)} of {self.name} ran neither through transformers' attention "
                 "interface nor through a known gated-delta module, so packed samples may have leaked "
                 "into each other there"
             )
-        counts = count_of_all(self.experts, context)
+        counts = count_of_all(self.experts, context, of_stage=call is not None)
         if counts is not None and mtp is not None and mtp.expert_counts is not None:
             counts = torch.cat([counts, mtp.expert_counts])
+        hidden = outputs.last_hidden_state
+        if call is None or call.stage.is_last:
+            hidden = hidden.squeeze(0)
         if not with_router:
-            return DecoderOutput(outputs.last_hidden_state.squeeze(0), expert_counts=counts, mtp=mtp)
+            return DecoderOutput(hidden, expert_counts=counts, mtp=mtp)
         router = getattr(outputs, "router_logits", None)
-        if not router:
+        if not router and call is None:  # a stage may have none
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
-        return DecoderOutput(outputs.last_hidden_state.squeeze(0), tuple(router), counts, mtp)
+        return DecoderOutput(hidden, tuple(router or ()), counts, mtp)
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""

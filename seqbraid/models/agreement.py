@@ -59,6 +59,7 @@ def agree_on_step(
     alike: Mapping[str, Any],
     counts: Mapping[str, int] | None = None,
     flag: bool = False,
+    of_stage: int = 0,
 ) -> Agreed:
     """Make sure that all ranks do the same step, before its first exchange.
 
@@ -68,19 +69,26 @@ def agree_on_step(
         alike: what must be the same on every rank, by the name that the user knows.
         counts: numbers of this data rank, the same on all ranks of its sequence group.
         flag: something that one rank has to tell all others, as that it was asked to stop.
+        of_stage: what must be the same on every rank of a pipeline stage.
     """
     counts = {} if counts is None else counts
-    own, same = [0, 0, 0, 0, 0, 0, *[0] * len(counts)], dict(alike)
+    own, same = [0, 0, 0, 0, 0, 0, 0, *[0] * len(counts)], dict(alike)
     if error is None:
         labels = sum(batch.label_tokens for batch in batches)
         samples = sum(batch.num_labelled for batch in batches)
         weighted = any(batch.weight_sum is not None for batch in batches)
         weight = sum(b.label_tokens if b.weight_sum is None else b.weight_sum for b in batches)
-        own = [fingerprint(batches), int(flag), int(weighted), _as_int(weight), labels, samples]
+        own = [fingerprint(batches), of_stage, int(flag), int(weighted), _as_int(weight), labels, samples]
         own += counts.values()
         same |= {"the number of micro-batches": len(batches), "the keys of the step's counts": list(counts)}
     found = agree(mesh.cpu_group, error, own, same)
-    for rank, (mark, *_) in enumerate(found):
+    for rank, (mark, stage_mark, *_) in enumerate(found):
+        first = rank - rank % (mesh.world_size // mesh.pp)
+        if stage_mark != found[first][1]:
+            raise ValueError(
+                f"ranks {first} and {rank} have the same pipeline stage but train different parameters; "
+                "freeze the same ones on every rank"
+            )
         leader = mesh.leaders[mesh.data_rank_of(rank)]
         if mark != found[leader][0]:
             raise ValueError(
@@ -88,13 +96,13 @@ def agree_on_step(
                 "different settings; give all ranks with the same mesh.data_rank the same samples and "
                 "settings"
             )
-    labels, samples, *sums = mesh.sum_over_data([row[4:] for row in found])
-    weighted = any(row[2] for row in found)
-    weight = sum(_as_float(found[leader][3]) for leader in mesh.leaders)
+    labels, samples, *sums = mesh.sum_over_data([row[5:] for row in found])
+    weighted = any(row[3] for row in found)
+    weight = sum(_as_float(found[leader][4]) for leader in mesh.leaders)
     return Agreed(
         labels,
         dict(zip(counts, sums, strict=True)),
-        any(row[1] for row in found),
+        any(row[2] for row in found),
         samples,
         weight if weighted else None,
     )

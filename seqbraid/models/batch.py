@@ -38,7 +38,8 @@ class PackedBatch:
     keys: Tensor | None = None
     """`[T]`: what tells a token from others, on any mesh: its sample's ids and its place among them."""
     media: MediaBatch | None = None
-    """What this rank encodes, and where features go; None for text models."""
+    """What this rank encodes, and where features go; None for text models, and behind the first pipeline
+    stage."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """`[T, …]`: what samples have beside, for each token's target, by name; 0 in padding slots."""
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
@@ -147,6 +148,8 @@ class Row:
     scalars: Mapping[str, Tensor] = field(default_factory=dict)
     mtp_targets: Tensor | None = None
     """As `PackedBatch` has them, of the whole row."""
+    is_encoded: bool = True
+    """Whether its media are encoded on this pipeline stage; then alone they go into the batch."""
 
     def split(self, plans: RowPlans) -> PackedBatch:
         """Select a rank's part of everything by the layout's one index."""
@@ -166,7 +169,7 @@ class Row:
             int(is_target.sum()),
             self._fingerprint(layout),
             layout.shard(self._keys(), rank),
-            None if self.media is None else MediaBatch.of(plans, self.media),
+            MediaBatch.of(plans, self.media) if self.media is not None and self.is_encoded else None,
             {name: layout.shard(values, rank) for name, values in self.fields.items()},
             self.scalars,
             sum(bool(of_sample.any()) for of_sample in is_target.split(self.lengths)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..comm.group import Group
-from ..comm.tokens import gather_tokens
 from ..mesh import Mesh
 from ..ops.kernels import KernelOptions
 from ..ops.table import make_kernels
@@ -27,23 +27,24 @@ from .agreement import (
     agree_on_step,
     check_batch,
     check_no_autocast,
+    check_not_cut,
     config_values,
     trained,
     whole_numbers,
 )
 from .backward_once import backward_once
 from .batch import PackedBatch
-from .head import call_with_head
-from .local_tokens import LocalTokens, TokenLogprobs
+from .local_tokens import TokenLogprobs
 from .media_adapter import make_adapter
 from .mtp_step import sums_of_depths
-from .output import ExpertLoad, LocalLoss, MtpReport, StepOutput
+from .output import LocalLoss, StepOutput
 from .own_loss import OwnLoss
 from .parts import ModelParts
-from .router import load_balancing_loss
+from .router import load_balancing_loss, router_sums
 from .running import normal_tensors
-from .step_loss import MTP_SUMS, StepLoss, step_loss
-from .stock_again import generate_alone, save_stock
+from .stage import Pipeline, Stage, StageCall, Travelling, tied_copies
+from .step_sums import StepSums
+from .stock_again import full_state, generate_alone, save_stock
 from .unchanged import Unchanged
 
 ReduceGradients = Literal["each", "once"]
@@ -72,6 +73,11 @@ class BraidedModel(nn.Module):
         """Tokens per chunk of head and loss; None lets the size of the vocabulary decide."""
         self.reduce_gradients: ReduceGradients = "each"
         """When ranks exchange the gradients of micro-batches (`accumulating`)."""
+        self.copies: dict[str, str] = {}
+        """Parameters that another pipeline stage has too, counts in norms and saves: under which name."""
+        self._structure = (model,)  # no module of this one
+        self.pipeline: Pipeline | None = None
+        """What runs micro-batches through the stages that the model is cut into; None where it is whole."""
         self.training = model.training
         self._until_release = ExitStack()
         self._adapter = make_adapter(model)
@@ -82,9 +88,18 @@ class BraidedModel(nn.Module):
         self.groups: dict[str, Group] = {}
         self._adapter.braid()
 
+    def keep(self, stages: Sequence[Stage], structure: PreTrainedModel) -> None:
+        """Leave the model some of its pipeline stages, and free the others; `release` gives it back so."""
+        self._structure, before = (structure,), self.parts
+        self._adapter.keep(stages)
+        self.copies = tied_copies(structure, before, self.parts)
+        self._unchanged = Unchanged(self.model)
+        if self.tensor is not None:
+            self.tensor = self.tensor.kept(self.parts)
+
     def join_groups(self) -> None:
         """Find the groups of this rank, which all ranks make together."""
-        names = ("ring", "ulysses", "sequence", "row", "tp", "loss", *(["ep"] if self.mesh.ep > 1 else []))
+        names = ["pp", "ring", "ulysses", "sequence", "row", "tp", "loss"] + ["ep"] * (self.mesh.ep > 1)
         self.groups = {name: Group.of(self.mesh.process_group(name)) for name in names}
         for experts in self._adapter.experts:
             experts.group = self.groups.get("ep", experts.group)
@@ -99,6 +114,11 @@ class BraidedModel(nn.Module):
         """Where the stock model keeps what."""
         return self._adapter.parts
 
+    @property
+    def structure(self) -> PreTrainedModel:
+        """The stock model with all of its layers; without weights, where it is cut into pipeline stages."""
+        return self._structure[0]
+
     def __call__(
         self, batch: PackedBatch, label_tokens: int | None = None, seed: int | None = None
     ) -> StepOutput:
@@ -109,6 +129,7 @@ class BraidedModel(nn.Module):
         whole optimizer step over all data ranks, the same on every rank; by default that of this batch.
         Dropout is drawn from `seed`, a different one for every step, and is the same on every mesh.
         """
+        check_not_cut(self.mesh, "model(batch), unlike forward_backward(model, batches),")
         # Before anything is sent: the parameters of a sharded model are gathered around `forward`.
         agreed = self.agree("forward", [batch], seed, label_tokens=label_tokens)
         count = agreed.label_tokens
@@ -146,6 +167,10 @@ class BraidedModel(nn.Module):
             loss.settle(self.mesh.cpu_group)
         return local
 
+    def on_stage(self, call: StageCall, batch: PackedBatch, *numbers: Any) -> Any:
+        """What goes to the next pipeline stage; on the last one, the `local_loss` with these arguments."""
+        return super().__call__(batch, *numbers, call)
+
     def forward(
         self,
         batch: PackedBatch,
@@ -153,17 +178,23 @@ class BraidedModel(nn.Module):
         divisor: float,
         seed: int | None = None,
         loss: OwnLoss | None = None,
-    ) -> LocalLoss:
+        call: StageCall | None = None,
+    ) -> LocalLoss | Travelling:
         """See `local_loss`, which gathers the parameters of a sharded model around it."""
-        with_mtp = batch.mtp_depth > 0
-        decoded = self.decode(batch, self._adapter.uses_router_loss, seed, with_mtp)
-        sums = self._loss(decoded, batch, loss)
+        decoded = self.decode(batch, self._adapter.uses_router_loss, seed, batch.mtp_depth > 0, call)
+        before = None if call is None else call.router_2E
+        if call is not None and not call.stage.is_last:
+            routed, real = decoded.router_logits, batch.real[batch.plans.share]
+            top_k = getattr(self._adapter.config, "num_experts_per_tok", 0)
+            sums_2E = None if routed is None else router_sums(routed, real, top_k, before)
+            return Travelling(decoded.hidden_TD, sums_2E, decoded.expert_counts)
+        sums = values.loss_of(self, decoded, batch, loss)
         # A rank without labels contributes an exact zero, and still takes part in the backward.
         share = sums.loss / (divisor or 1)
         aux = torch.zeros_like(sums.main)
         if decoded.router_logits is not None:
             # Per row, weighted by the row's labels: no mesh and no accumulation changes it.
-            aux = batch.label_tokens / max(1, label_tokens) * self._router_loss(decoded, batch)
+            aux = batch.label_tokens / max(1, label_tokens) * self._router_loss(decoded, batch, before)
             share = share + self._adapter.config.router_aux_loss_coef * aux
             # Of all tokens of the tp ranks, as the other sums are.
             aux = self.groups["tp"].all_reduce(aux.detach())
@@ -173,10 +204,11 @@ class BraidedModel(nn.Module):
             found = torch.cat([found, sums_of_depths(sums, batch, self.groups["row"], self.groups["tp"])])
         return LocalLoss(share, found, decoded.expert_counts)
 
-    def _router_loss(self, decoded: DecoderOutput, batch: PackedBatch) -> Tensor:
+    def _router_loss(self, decoded: DecoderOutput, batch: PackedBatch, before_2E: Tensor | None) -> Tensor:
         """Of the decoder's routers, and of those of multi-token prediction beside them."""
         top_k, row = self._adapter.config.num_experts_per_tok, self.groups["row"]
-        aux = load_balancing_loss(decoded.router_logits or (), batch.real[batch.plans.share], top_k, row)
+        routed, real = decoded.router_logits or (), batch.real[batch.plans.share]
+        aux = load_balancing_loss(routed, real, top_k, row, before_2E)
         if decoded.mtp is not None and (logits_RE := decoded.mtp.router_logits_RE) is not None:
             every = logits_RE.new_ones(len(logits_RE), dtype=torch.bool)
             aux = aux + load_balancing_loss((logits_RE,), every, top_k, row)
@@ -192,36 +224,9 @@ class BraidedModel(nn.Module):
         metrics: Mapping[str, Tensor] | None = None,
     ) -> StepOutput:
         """What a step gives: the sums of its micro-batches on this rank, added over all ranks."""
-        metrics = {} if metrics is None else metrics
-        if expert_counts is not None and "tp" in self.groups:  # whose ranks route tokens of their own
-            expert_counts = self.groups["tp"].all_reduce(expert_counts)
-        counted = [] if expert_counts is None else [expert_counts.flatten()]
-        own = torch.cat([sums_NX.flatten(), *(x[None].to(sums_NX) for x in metrics.values()), *counted])
-        sums = self.groups["loss"].all_reduce(own)
-        of_batches_NX = sums[: sums_NX.numel()].view_as(sums_NX)
-        losses_N, correct_N, aux_N = of_batches_NX[:, :3].unbind(1)
-        load, size = None, sums_NX.numel() + len(metrics)
-        if expert_counts is not None:
-            counts = sums[size:].view_as(expert_counts)
-            load = ExpertLoad(counts[:, :-1], counts[:, -1])
-        loss_sum, mtp, mtp_loss = losses_N.sum(), None, None
-        if sums_NX.shape[1] > 3:
-            mtp = MtpReport(*of_batches_NX[:, 3:].sum(0).view(-1, MTP_SUMS).unbind(1))
-            mtp_loss = (mtp.loss_sums_K.mean() / (divisor or 1)).to(loss.dtype)
-        return StepOutput(
-            loss=loss,
-            mean_loss=(loss_sum / (divisor or 1)).to(loss.dtype),
-            loss_sum=loss_sum.to(loss.dtype),
-            label_tokens=label_tokens,
-            correct_tokens=correct_N.sum().long(),
-            aux_loss=aux_N.sum().to(loss.dtype) if self._adapter.uses_router_loss else None,
-            mtp_loss=mtp_loss,
-            mtp=mtp,
-            expert_load=load,
-            batch_losses=losses_N / (divisor or 1),
-            divisor=divisor,
-            metrics=dict(zip(metrics, sums[sums_NX.numel() : size], strict=True)),
-        )
+        sums = StepSums(sums_NX, expert_counts, {} if metrics is None else metrics)
+        is_cut, has_aux = self.pipeline is not None, self._adapter.uses_router_loss
+        return sums.output(self.groups, loss, label_tokens, divisor, has_aux, is_cut)
 
     def logits(self, batch: PackedBatch) -> list[Tensor]:
         """One `[T, V]` tensor per sample, in the order given: for checks, it holds all logits at once."""
@@ -249,6 +254,7 @@ class BraidedModel(nn.Module):
 
     def head_weight(self) -> Tensor:
         """`[V, D]`: the head's weight, whole on every rank, without a gradient. All ranks call it."""
+        check_not_cut(self.mesh, "head_weight")
         weight: Any = self.parts.head.weight.detach()
         whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         return whole
@@ -281,7 +287,8 @@ class BraidedModel(nn.Module):
             alike = {"the call": call, **known, **self._settings()}
         except Exception as problem:
             error = problem
-        return agree_on_step(self.mesh, error, batches, alike, counts, flag)
+        of_stage = 0 if self.mesh.pp == 1 else zlib.crc32(repr(self._of_stage()).encode())
+        return agree_on_step(self.mesh, error, batches, alike, counts, flag, of_stage)
 
     @contextmanager
     def accumulating(self, last: bool) -> Iterator[None]:
@@ -323,7 +330,11 @@ class BraidedModel(nn.Module):
             tokenizer: or processor, written beside the model.
             kwargs: of the stock model's `save_pretrained`.
         """
-        save_stock(self.model, self.mesh, isinstance(self, FSDPModule), directory, tokenizer, kwargs)
+        save_stock(self, isinstance(self, FSDPModule), directory, tokenizer, kwargs)
+
+    def full_state(self, trained_alone: bool = False) -> dict[str, Any]:
+        """The tensors of the stock model, in full and on the CPU, on the first rank; all ranks call it."""
+        return full_state(self, trained_alone)
 
     def until_release(self, change: AbstractContextManager[Any]) -> None:
         """Make a change to the stock model that `release` undoes."""
@@ -335,26 +346,13 @@ class BraidedModel(nn.Module):
         self._adapter.unbraid()
         return self.model
 
-    def _loss(self, decoded: DecoderOutput, batch: PackedBatch, own: OwnLoss | None) -> StepLoss:
-        """The sum of this rank's losses, by a function of the user's own if there is one."""
-        mtp, group, tp = self.parts.mtp, self.groups["sequence"], self.groups["tp"]
-        factor = 0.0 if mtp is None else mtp.module.options.loss_factor
-        # Behind each other, so that the head is gathered, and its gradient made, once.
-        depths = () if decoded.mtp is None else decoded.mtp.hidden_KTD
-        streams = [gather_tokens(x, tp) for x in (decoded.hidden_TD, *depths)]
-
-        def loss(hidden_XD: Tensor, head: nn.Linear) -> StepLoss:
-            part = values.head_part(self, head)
-            if own is None:
-                return step_loss(hidden_XD, part, batch, factor)
-            called = lambda hidden_TD: own(LocalTokens(batch, group, hidden_TD, part, tp))  # noqa: E731
-            return step_loss(hidden_XD, part, batch, factor, called)
-
-        head = self.parts.head if own is None else values.head_for_backward(self)
-        return call_with_head(head, loss, streams[0] if len(streams) == 1 else torch.cat(streams))
-
     def decode(
-        self, batch: PackedBatch, with_router: bool, seed: int | None, with_mtp: bool = False
+        self,
+        batch: PackedBatch,
+        with_router: bool,
+        seed: int | None,
+        with_mtp: bool = False,
+        call: StageCall | None = None,
     ) -> DecoderOutput:
         """The decoder's output for this rank's tokens, of a step that all ranks have agreed on."""
         ring, ulysses, sequence, row = (self.groups[n] for n in ("ring", "ulysses", "sequence", "row"))
@@ -362,7 +360,7 @@ class BraidedModel(nn.Module):
         context = StepContext(
             batch.plans, ring, ulysses, sequence, row, self.gated_delta, seed, keys, self.kernels
         )
-        return self._adapter.decode(batch, context, with_router, with_mtp)
+        return self._adapter.decode(batch, context, with_router, with_mtp, call)
 
     def _settings(self) -> dict[str, Any]:
         """What decides which exchanges a step makes, and what its sums mean: the same on every rank."""
@@ -370,11 +368,15 @@ class BraidedModel(nn.Module):
             "gated_delta": self.gated_delta,
             "training mode": self._adapter.is_training,
             "grad mode": torch.is_grad_enabled(),
-            "requires_grad of": trained(self.model),
-            "dtypes of parameters": sorted({str(p.dtype) for p in self.model.parameters()}),
             "config": config_values(self._adapter.config),
             "mtp": repr(None if self.parts.mtp is None else self.parts.mtp.module.options),
+            **(self._of_stage() if self.mesh.pp == 1 else {}),
         }
+
+    def _of_stage(self) -> dict[str, Any]:
+        """The same on every rank of a pipeline stage."""
+        dtypes = sorted({str(p.dtype) for p in self.model.parameters()})
+        return {"requires_grad of": trained(self.model), "dtypes of parameters": dtypes}
 
     def _check(self, batches: Sequence[PackedBatch], seed: int | None) -> None:
         mtp = self.parts.mtp

@@ -98,17 +98,23 @@ class BraidedExperts:
         return weighted_sum(dispatch.from_experts(y_PD), weights_RK, hidden_RD.dtype)
 
 
-def count_of_all(experts: Sequence[BraidedExperts], step: StepContext) -> Tensor | None:
+def count_of_all(
+    experts: Sequence[BraidedExperts], step: StepContext, of_stage: bool = False
+) -> Tensor | None:
     """How often this rank's tokens went to each expert of each layer, and, behind that, to another rank's:
-    `[N, E + 1]` in float64; None where no layer says so.
+    `[N, E + 1]` in float64; None where no layer says so. `of_stage`: of all layers, zeros for those that do
+    not say so, as those of other stages.
     """
     counted = [(x, step.expert_counts[x.number]) for x in experts if x.number in step.expert_counts]
-    if not counted:
+    if not counted and not (of_stage and experts):
         return None
-    found = counted[0][1].new_zeros(
-        len(counted), 1 + max(len(counts) for _, counts in counted), dtype=torch.float64
-    )
-    for row, (of_layer, counts_E) in zip(found, counted, strict=True):
+    widest = max(x.num_experts for x in experts) if of_stage else max(len(counts) for _, counts in counted)
+    rows = len(experts) if of_stage else len(counted)
+    device = next(experts[0].module.parameters()).device if not counted else counted[0][1].device
+    found = torch.zeros(rows, 1 + widest, dtype=torch.float64, device=device)
+    places = [x.number for x, _ in counted] if of_stage else range(len(counted))
+    for place, (of_layer, counts_E) in zip(places, counted, strict=True):
+        row = found[place]
         own = of_layer.num_experts // of_layer.group.size
         first = own * of_layer.group.rank
         row[: len(counts_E)] = counts_E

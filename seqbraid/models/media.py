@@ -73,7 +73,8 @@ def sample_media(
     """The media of one sample, whose counts `sample_positions` has checked; its tokens start at
     `first_token`.
 
-    Where the sample has `media_ranks`, pixels and mel frames are those of the media of `rank` alone.
+    Where the sample has `media_ranks`, pixels and mel frames are those of the media of `rank` alone; −1 has
+    none.
     """
     token_ids = family.token_ids(config)
     sizes = {kind: _sizes(sample, number, kind) for kind in token_ids}
@@ -81,7 +82,9 @@ def sample_media(
     found: list[MediaInput] = []
     for kind, token_id in token_ids.items():
         ranks_of_kind, ranks = ranks[: len(sizes[kind])], ranks[len(sizes[kind]) :]
-        payloads = _payloads(sample, number, kind, sizes[kind], [r in (None, rank) for r in ranks_of_kind])
+        payloads = _payloads(
+            sample, number, kind, sizes[kind], [rank >= 0 and r in (None, rank) for r in ranks_of_kind]
+        )
         counts = [_num_tokens(size, config) for size in sizes[kind]]
         rows = (ids == token_id).nonzero().flatten()
         assert sum(counts) == len(rows), f"sample {number}: {kind} placeholders that its positions let pass"

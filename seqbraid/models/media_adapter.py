@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,12 +28,17 @@ class MediaAdapter(Adapter):
         """The towers keep theirs: inside an image or a clip nothing is packed."""
         self.model.set_attn_implementation({"text_config": name})
 
-    def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
-        if batch.media is None:
+    def check_step(self, batches: Sequence[PackedBatch], seed: int | None) -> None:
+        """Refuse, besides, batches without media where they are encoded."""
+        super().check_step(batches, seed)
+        if self.parts.towers and any(batch.media is None for batch in batches):
             raise ValueError(
                 f"{self.name} takes images, videos or audio, but the batch was packed for a text model; "
                 "pass this model's config to pack"
             )
+
+    def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
+        assert batch.media is not None, "checked before the step"
         embeds_TD: Tensor = self.parts.embedding(batch.input_ids)
         plan, width = batch.media.plan, embeds_TD.shape[1]
         features = self.towers.features(batch.media.own, embeds_TD).to(embeds_TD.dtype)

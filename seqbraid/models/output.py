@@ -75,7 +75,7 @@ class MtpReport:
         rows = torch.stack(
             [self.loss_sums_K / labels_K, self.label_tokens_K, self.accepted_tokens_K / labels_K], dim=1
         ).tolist()
-        found = {}
+        found: dict[str, float] = {}
         for depth, (loss, labels, acceptance) in enumerate(rows, start=1):
             found |= {f"mtp_loss_{depth}": loss, f"mtp_label_tokens_{depth}": labels}
             if acceptance == acceptance:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .decoder import find_decoder, find_layers
@@ -173,10 +174,20 @@ class ModelParts:
         return softmax_heads(layer.mixer, self.config)
 
 
+def plain_name(name: str) -> str:
+    """The name of a parameter without what wrappers add (activation checkpointing, compile)."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, tied ones once, and buffers; those that are not saved too."""
+    return {plain_name(name): x for name, x in chain(model.named_parameters(), model.named_buffers())}
+
+
 def unwrapped(model: Any) -> Any:
     """The stock model below `BraidedModel` and peft's wrapper."""
     if isinstance(model, nn.Module) and hasattr(model, "mesh") and hasattr(model, "model"):
-        model = model.model
+        model = getattr(model, "structure", model.model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -16,29 +16,43 @@ STOCK = "load_balancing_loss_func"
 
 
 def load_balancing_loss(
-    router_logits: tuple[Tensor, ...], real_T: Tensor, top_k: int, group: Group
+    router_logits: tuple[Tensor, ...],
+    real_T: Tensor,
+    top_k: int,
+    group: Group,
+    before_2E: Tensor | None = None,
 ) -> Tensor:
     """This rank's share of what the stock model computes on the tokens of a whole row: experts × Σ (share of
     picks · mean probability).
 
     `router_logits` has one `[T, E]` tensor per layer; tokens where `real_T` is False (padding) do not count.
     `group` has the ranks that share the row. Picks have no gradient, so the loss is linear in the
-    probabilities: the shares add up to the whole, and so do their gradients.
+    probabilities: the shares add up to the whole, and so do their gradients. Layers of earlier pipeline
+    stages come as their sums, `before_2E`.
     """
-    num_experts = router_logits[0].shape[-1]
-    wide = torch.promote_types(router_logits[0].dtype, torch.float32)
-    picks_E = router_logits[0].new_zeros(num_experts, dtype=wide)
-    probability_E = torch.zeros_like(picks_E)
+    picks_E, probability_E = router_sums(router_logits, real_T, top_k, before_2E)
+    picks_E = group.all_reduce(picks_E.detach())
+    rows = picks_E.sum() / top_k  # of all layers and ranks
+    # No row at all is no loss: samples may be too short for a depth of multi-token prediction.
+    return (len(picks_E) * picks_E / rows.clamp(min=1) ** 2 * probability_E).sum()
+
+
+def router_sums(
+    router_logits: tuple[Tensor, ...], real_T: Tensor, top_k: int, before_2E: Tensor | None = None
+) -> Tensor:
+    """`[2, E]`: how often this rank's tokens picked each expert, and the sum of its probabilities, over these
+    layers and those `before`.
+    """
+    if before_2E is None:
+        wide = torch.promote_types(router_logits[0].dtype, torch.float32)
+        before_2E = router_logits[0].new_zeros(2, router_logits[0].shape[-1], dtype=wide)
+    picks_E, probability_E = before_2E
     for logits_TE in router_logits:
         probabilities_TE = logits_TE[real_T].softmax(-1)
         chosen = probabilities_TE.topk(top_k, dim=-1).indices.flatten()
-        picks_E = picks_E + torch.bincount(chosen, minlength=num_experts)
-        probability_E = probability_E + probabilities_TE.to(wide).sum(0)
-    own_rows = (real_T.sum() * len(router_logits)).to(picks_E.dtype)
-    sums = group.all_reduce(torch.cat([picks_E, own_rows[None]]))
-    picks_E, rows = sums[:-1], sums[-1]
-    # No row at all is no loss: samples may be too short for a depth of multi-token prediction.
-    return (num_experts * picks_E / rows.clamp(min=1) ** 2 * probability_E).sum()
+        picks_E = picks_E + torch.bincount(chosen, minlength=len(picks_E))
+        probability_E = probability_E + probabilities_TE.to(probability_E.dtype).sum(0)
+    return torch.stack([picks_E, probability_E])
 
 
 def check_router_loss(model: PreTrainedModel, config: Any) -> None:

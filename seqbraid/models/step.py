@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from .agreement import Agreed, Divisor, check_divisor, check_not_cut
 from .batch import BadBatch, PackedBatch
 from .braided import BraidedModel
 from .local_tokens import TokenLoss
-from .output import StepOutput
+from .output import LocalLoss, StepOutput
 from .own_loss import OwnLoss
+from .stage import StageCall, Travelling
 
 
 @dataclass(frozen=True)
@@ -95,24 +96,84 @@ def forward_backward(
         agreed = agree_on(model, step, divisor, seed, loss=loss)
     by = agreed.divisor("tokens" if divisor is None and loss is not None else check_divisor(divisor))
     own = None if loss is None else OwnLoss(loss)
+    run = _in_turn if model.pipeline is None else _through_stages
+    done = run(model, step.batches, StepNumbers(agreed.label_tokens, by, seed, own), after)
+    metrics = None if own is None else own.metrics
+    return model.output(done.total, done.sums_N3, agreed.label_tokens, by, done.expert_counts, metrics)
+
+
+class StepNumbers(NamedTuple):
+    """What all micro-batches of a step have in common."""
+
+    label_tokens: int
+    divisor: float
+    seed: int | None
+    loss: OwnLoss | None
+
+
+class Done(NamedTuple):
+    """What the micro-batches of a step have come to on this rank."""
+
+    total: Tensor
+    sums_N3: Tensor
+    expert_counts: Tensor | None
+
+
+def _in_turn(
+    model: BraidedModel,
+    batches: Sequence[PackedBatch],
+    numbers: StepNumbers,
+    after: Callable[[int], None] | None,
+) -> Done:
+    """One micro-batch after the other, forward and backward."""
     total: Tensor | None = None
     sums: list[Tensor] = []
     counts: Tensor | None = None
-    for number, batch in enumerate(step.batches, start=1):
-        with model.accumulating(last=number == len(step.batches)):
-            local = model.local_loss(batch.to(model.device), agreed.label_tokens, by, seed, own)
+    for number, batch in enumerate(batches, start=1):
+        with model.accumulating(last=number == len(batches)):
+            local = model.local_loss(batch.to(model.device), *numbers)
             if torch.is_grad_enabled():
                 local.loss.backward()
         total = local.loss.detach() if total is None else total + local.loss.detach()
         sums.append(local.sums)
-        if local.expert_counts is not None:
-            counts = local.expert_counts if counts is None else counts + local.expert_counts
+        counts = _added(counts, local.expert_counts)
         del local
         if after is not None:
             after(number)
     assert total is not None
-    metrics = None if own is None else own.metrics
-    return model.output(total, torch.stack(sums), agreed.label_tokens, by, counts, metrics)
+    return Done(total, torch.stack(sums), counts)
+
+
+def _through_stages(
+    model: BraidedModel,
+    batches: Sequence[PackedBatch],
+    numbers: StepNumbers,
+    after: Callable[[int], None] | None,
+) -> Done:
+    """The micro-batches of a model that is cut into stages. Ranks without the last one have sums of zero."""
+    assert model.pipeline is not None
+    counts: Tensor | None = None
+    has_router = bool(getattr(model.parts.config, "output_router_logits", False))
+
+    def call(batch: PackedBatch, stage: StageCall) -> LocalLoss | Travelling:
+        nonlocal counts
+        found = model.on_stage(stage, batch.to(model.device), *numbers)
+        counts = _added(counts, found.expert_counts)
+        return found
+
+    found = model.pipeline.run(batches, call, after, with_router=has_router)
+    total = torch.zeros((), dtype=model.pipeline.wide, device=model.device)
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=model.device)
+    if found:
+        total = torch.stack([local.loss.detach() for local in found]).sum()
+        sums = torch.stack([local.sums for local in found])
+    return Done(total, sums, counts)
+
+
+def _added(counts: Tensor | None, more: Tensor | None) -> Tensor | None:
+    if counts is None or more is None:
+        return counts if more is None else more
+    return counts + more
 
 
 def _step(step: Step | Sequence[PackedBatch]) -> Step:

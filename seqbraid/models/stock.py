@@ -23,7 +23,7 @@ from .media_tokens import media_config
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-OFTEN_REPLACED = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+OFTEN_REPLACED: tuple[str, ...] = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 OFTEN_REPLACED += ("causal_conv1d_fn", "causal_conv1d_update")
 """Functions of transformers' gated delta models that those of other packages take the place of."""
 
@@ -40,7 +40,7 @@ def in_torch(model: PreTrainedModel) -> Iterator[None]:
         (module, name): function
         for module in modules
         for name in OFTEN_REPLACED
-        if hasattr(function := vars(module).get(name), "__wrapped__")
+        if callable(function := vars(module).get(name)) and hasattr(function, "__wrapped__")
     }
     for (module, name), function in replaced.items():
         setattr(module, name, _its_own(function))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import PreTrainedModel
 
 from ..comm.consensus import agree, raised_by_all
 from ..mesh import Mesh
@@ -30,9 +29,17 @@ def generate_alone(braided: Any, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
         braided.free()
 
 
+def full_state(braided: Any, trained_alone: bool = False) -> dict[str, Any]:
+    """The tensors of the stock model, in full and on the CPU, on the first rank; all ranks call it."""
+    if braided.pipeline is not None:
+        found: dict[str, Any] = braided.pipeline.full_state(trained_alone)
+        return found
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_alone)
+    return get_model_state_dict(braided.model, options=options)
+
+
 def save_stock(
-    stock: PreTrainedModel,
-    mesh: Mesh,
+    braided: Any,
     is_sharded: bool,
     directory: str | Path,
     tokenizer: Any,
@@ -41,6 +48,7 @@ def save_stock(
     """Write the stock checkpoint, the `mtp.` tensors that it came with or were trained, and its tokenizer
     or processor; all ranks call it, the first writes.
     """
+    stock, mesh = braided.structure, braided.mesh
     if hasattr(stock, "peft_config"):
         raise ValueError(
             "the model has LoRA adapters, which a stock checkpoint cannot hold; write them with "
@@ -48,8 +56,7 @@ def save_stock(
         )
     if is_sharded:
         agree(mesh.cpu_group, None, alike={"the call": "save_pretrained"})
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: dict[str, Any] = get_model_state_dict(stock, options=whole)
+        state = full_state(braided)
     else:
         state = stock.state_dict()
     with raised_by_all(mesh.cpu_group):

@@ -13,7 +13,7 @@ has its own tokens. Nothing is computed by two ranks:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +62,16 @@ class TensorPlan:
         plan = TensorPlan(size, vocabulary, Cut(parts.embedding, 0), Cut(parts.head, 0), layers)
         plan._check_shared(parts)
         return plan
+
+    def kept(self, parts: ModelParts) -> TensorPlan:
+        """Of the pipeline stages that a rank has left."""
+        own = {layer.index for layer in parts.layers}
+        regions = tuple(layer if index in own else () for index, layer in enumerate(self.regions))
+        embedding, head = (
+            replace(self.embedding, module=parts.embedding),
+            replace(self.head, module=parts.head),
+        )
+        return replace(self, embedding=embedding, head=head, regions=regions)
 
     @property
     def cuts(self) -> Iterator[Cut]:

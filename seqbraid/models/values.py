@@ -19,9 +19,12 @@ from .agreement import check_not_cut, check_temperature
 from .backward_once import backward_once
 from .batch import PackedBatch
 from .head import call_with_head
-from .local_tokens import HeadPart, TokenLogprobs
+from .local_tokens import HeadPart, LocalTokens, TokenLogprobs
+from .own_loss import OwnLoss
 from .parts import ModelParts
 from .running import normal_tensors
+from .stage import Pipeline, StageCall, Travelling
+from .step_loss import StepLoss, step_loss
 from .tensor import TensorPlan, vocabulary_rows
 from .tensor_parts import own_part
 
@@ -33,6 +36,7 @@ class BraidedModel(Protocol):
     groups: dict[str, Group]
     kernels: Kernels
     loss_chunk: int | None
+    pipeline: Pipeline | None
     tensor: TensorPlan | None
 
     def agree(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -54,9 +58,22 @@ def logits(model: BraidedModel, batch: PackedBatch) -> list[Tensor]:
     """See `BraidedModel.logits`."""
     model.agree("logits", [batch], 0)
     with torch.no_grad(), normal_tensors():
+        if model.pipeline is not None:
+            return model.pipeline.logits(batch)
         found: list[Tensor] = model.gathered(_logits, batch)
     model.free()
     return found
+
+
+def stage_logits(model: BraidedModel, batch: PackedBatch, call: StageCall) -> Travelling | list[Tensor]:
+    """What goes to the next pipeline stage; on the last one the logits."""
+    return model.gathered(_stage_logits, batch, call)
+
+
+def _stage_logits(model: BraidedModel, batch: PackedBatch, call: StageCall) -> Travelling | list[Tensor]:
+    if call.stage.is_last:
+        return _logits(model, batch, call)
+    return Travelling(model.decode(batch, False, 0, call=call).hidden_TD)
 
 
 def token_logprobs(
@@ -92,6 +109,25 @@ def hidden_states(model: BraidedModel, batch: PackedBatch) -> Tensor:
     return hidden_TD
 
 
+def loss_of(model: BraidedModel, decoded: DecoderOutput, batch: PackedBatch, own: OwnLoss | None) -> StepLoss:
+    """The sum of this rank's losses, by a function of the user's own if there is one."""
+    mtp, group, tp = model.parts.mtp, model.groups["sequence"], model.groups["tp"]
+    factor = 0.0 if mtp is None else mtp.module.options.loss_factor
+    # Behind each other, so that the head is gathered, and its gradient made, once.
+    depths = () if decoded.mtp is None else decoded.mtp.hidden_KTD
+    streams = [gather_tokens(x, tp) for x in (decoded.hidden_TD, *depths)]
+
+    def loss(hidden_XD: Tensor, head: nn.Linear) -> StepLoss:
+        part = head_part(model, head)
+        if own is None:
+            return step_loss(hidden_XD, part, batch, factor)
+        called = lambda hidden_TD: own(LocalTokens(batch, group, hidden_TD, part, tp))  # noqa: E731
+        return step_loss(hidden_XD, part, batch, factor, called)
+
+    head = model.parts.head if own is None else head_for_backward(model)
+    return call_with_head(head, loss, streams[0] if len(streams) == 1 else torch.cat(streams))
+
+
 def head_part(model: BraidedModel, head: nn.Linear) -> HeadPart:
     """This rank's part of a head whose weights are at hand."""
     weight, bias = own_part(head.weight), own_part(head.bias)
@@ -108,7 +144,7 @@ def head_for_backward(model: BraidedModel) -> nn.Linear:
     return model.parts.head
 
 
-def _logits(model: BraidedModel, batch: PackedBatch) -> list[Tensor]:
+def _logits(model: BraidedModel, batch: PackedBatch, call: StageCall | None = None) -> list[Tensor]:
     shard, group = _vocabulary_shard(model), model.groups["tp"]
 
     def whole(hidden_TD: Tensor, head: nn.Linear) -> Tensor:
@@ -118,7 +154,7 @@ def _logits(model: BraidedModel, batch: PackedBatch) -> list[Tensor]:
         parts = group.all_gather(F.pad(own_TV, (0, shard.widest - own_TV.shape[1])))
         return torch.cat(parts, dim=1)[:, : head.weight.shape[0]]
 
-    logits_TV = call_with_head(model.parts.head, whole, _hidden_states(model, batch, 0))
+    logits_TV = call_with_head(model.parts.head, whole, _hidden_states(model, batch, 0, call))
     row = batch.layout.unshard(model.groups["sequence"].all_gather(logits_TV))
     return list(row.split(list(batch.layout.lengths)))
 
@@ -133,9 +169,11 @@ def _logprobs(
     return call_with_head(head_for_backward(model), logprobs, hidden_TD)
 
 
-def _hidden_states(model: BraidedModel, batch: PackedBatch, seed: int | None) -> Tensor:
+def _hidden_states(
+    model: BraidedModel, batch: PackedBatch, seed: int | None, call: StageCall | None = None
+) -> Tensor:
     """Of all tokens of this rank's sequence shard, those of the tp ranks beside it included."""
-    return gather_tokens(model.decode(batch, with_router=False, seed=seed).hidden_TD, model.groups["tp"])
+    return gather_tokens(model.decode(batch, False, seed, call=call).hidden_TD, model.groups["tp"])
 
 
 def _vocabulary_shard(model: BraidedModel) -> VocabularyShard | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,10 +11,13 @@ from torch import nn
 
 from ..mesh import Mesh
 from ..models.parts import LayerParts, ModelParts
+from ..models.stage import keep_stages, without_weights
+from ..models.tensor import TensorPlan
 from ..ops.linear_cross_entropy import default_chunk
 from .activations import FLOAT32, layer_activations
 from .anatomy import parts_of
 from .memory import MemoryOptions
+from .pipeline import PipelineOptions, cut_into_stages
 from .shares import Shares
 from .units import Units
 
@@ -92,8 +95,9 @@ def memory_estimate(
     optimizer: str | float = "adamw",
     row_tokens: int = 8192,
     fused: bool = False,
+    pipeline: PipelineOptions | None = None,
 ) -> Estimate:
-    """Estimate what a step takes of each device.
+    """Estimate what a step takes of each device; with pipeline stages, of the one that needs most.
 
     Args:
         model: stock, or wrapped by `parallelize` or peft; its weights may be on the meta device.
@@ -103,6 +107,7 @@ def memory_estimate(
         optimizer: `adamw`, `sgd`, or how many float32 numbers another keeps for each that is trained.
         row_tokens: tokens of a packed row, all of them with labels.
         fused: norms, rotations and gates are computed by our kernels, which keep less.
+        pipeline: how `parallelize` would cut the model where `mesh.pp` is more than 1.
     """
     if precision not in get_args(Precision):
         *others, last = (repr(choice) for choice in get_args(Precision))
@@ -116,12 +121,38 @@ def memory_estimate(
     if memory.checkpointing == "auto":
         raise ValueError("checkpointing='auto' takes what it chooses: see seqbraid.plan.auto")
     tokens = ceil(row_tokens / mesh.sequence_size)
-    shares = Shares(parts, mesh)
-    lines = [*_state_lines(parts, shares, precision, optimizer), *_gathered_lines(parts, shares, precision)]
     compute = FLOAT32 if precision == "float32" else 2
-    activations, host = _activation_lines(parts, memory, compute, tokens, mesh.tp, fused)
-    lines += [*activations, *_loss_lines(parts, memory, compute, tokens, mesh.tp)]
-    return Estimate(tuple(lines), host, sum(p.numel() for p in parts.model.parameters()))
+
+    def of_rank(parts: ModelParts, in_flight: float, tensor: TensorPlan | None) -> Estimate:
+        shares = Shares(parts, mesh, tensor)
+        lines = [
+            *_state_lines(parts, shares, precision, optimizer),
+            *_gathered_lines(parts, shares, precision),
+        ]
+        activations, host = _activation_lines(parts, memory, compute, tokens, mesh.tp, fused)
+        kept, working = activations
+        kept = replace(kept, bytes=int(kept.bytes * in_flight))
+        if in_flight != 1:
+            kept = replace(kept, note=f"{kept.note}; {in_flight:g} micro-batches at once")
+        loss = (
+            [] if not hasattr(parts.head, "weight") else _loss_lines(parts, memory, compute, tokens, mesh.tp)
+        )
+        return Estimate((*lines, kept, working, *loss), int(host * in_flight), count)
+
+    count = sum(p.numel() for p in parts.model.parameters())
+    tensor = None if mesh.tp == 1 else TensorPlan.of(parts, mesh.tp, is_tried=False)
+    if mesh.pp == 1:
+        return of_rank(parts, 1, tensor)
+    options = PipelineOptions() if pipeline is None else pipeline
+    stages = cut_into_stages(parts, mesh.pp, options)
+    found = []
+    for rank in range(mesh.pp):
+        whole = ModelParts.of(without_weights(parts.model))
+        tensor = None if mesh.tp == 1 else TensorPlan.of(whole, mesh.tp, is_tried=False)
+        own = keep_stages(whole, stages[rank :: mesh.pp])
+        tensor = None if tensor is None else tensor.kept(own)
+        found.append(of_rank(own, options.in_flight(mesh.pp, rank), tensor))
+    return max(found, key=lambda estimate: estimate.total)
 
 
 def _state_lines(

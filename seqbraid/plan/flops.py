@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..layout.packing import CostModel
 from ..models.media_tokens import audio_tokens
@@ -255,7 +255,7 @@ class AudioFlops:
         return total
 
 
-def _product(weight: nn.Parameter, flows: bool) -> float:
+def _product(weight: Tensor, flows: bool) -> float:
     """FLOPs of a matrix and one vector: the product, the gradient of the vector where it `flows` on, and of
     the matrix where it learns."""
     return 2.0 * weight.numel() * (1 + flows + weight.requires_grad)

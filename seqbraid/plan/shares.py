@@ -16,11 +16,11 @@ from .units import expert_cut
 class Shares:
     """Of the parameters of a model on a mesh, those of the rank that has most."""
 
-    def __init__(self, parts: ModelParts, mesh: Mesh) -> None:
+    def __init__(self, parts: ModelParts, mesh: Mesh, tensor: TensorPlan | None) -> None:
         self.tp, self.ep, self.fsdp = mesh.tp, mesh.ep, mesh.dp_shard * mesh.sequence_size
         self.is_sharded = self.tp * self.fsdp * mesh.dp_replicate > 1
-        self.tensor = None if mesh.tp == 1 else TensorPlan.of(parts, mesh.tp, is_tried=False)
-        cuts = () if self.tensor is None else self.tensor.cuts
+        self.tensor = tensor
+        cuts = () if tensor is None else tensor.cuts
         self._cut = {id(p): cut.dim if p.ndim > 1 else 0 for cut in cuts for p in cut.module.parameters()}
         self._experts = parts.expert_parameters if mesh.ep > 1 else frozenset[int]()
         self._expert_shards = mesh.expert_shards

@@ -45,6 +45,8 @@ class Unit:
     """The mesh over which it is sharded, in `Mesh.device_meshes`."""
     in_layer: bool = False
     """Part of a layer, and so called again where its layer is computed again."""
+    begins_stage: bool = False
+    """Whether another pipeline stage lies between this unit and the one before."""
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -66,7 +68,7 @@ class Units:
         """Parameters that two units would share are left to what lies around both. Over how many ranks the
         experts lie is `ep`; `tensor` says what is cut over `tp`.
         """
-        units = tuple(_candidates(parts, ep, tensor))
+        units = tuple(unit for unit in _candidates(parts, ep, tensor) if any(True for _ in unit.parameters))
         while shared := _sharing(parts.model, units):
             units = tuple(unit for unit in units if id(unit.module) not in shared)
         inside = {id(p) for unit in units for p in unit.parameters}
@@ -89,8 +91,10 @@ class Units:
         again in the backward, where nothing ahead is gathered.
         """
         found: list[tuple[nn.Module, list[nn.Module]]] = [(model, [])]
+        of_several = any(unit.begins_stage for unit in self.units)  # then the model is called for each
         for unit in self.units:
-            found[-1][1].append(unit.module)
+            if not (unit.begins_stage or (of_several and unit is self.units[0])):
+                found[-1][1].append(unit.module)
             if not unit.in_layer:
                 found.append((unit.module, []))
             elif unit.axes == "fsdp":
@@ -125,14 +129,16 @@ def _candidates(parts: ModelParts, ep: int, tensor: TensorPlan | None) -> Iterat
         for unit in _of_tower(tower):
             yield replace(unit, axes=whole)
         reached = reached or _learns(tower.module)
-    for layer in parts.every_layer:
+    for number, layer in enumerate(parts.every_layer):
         if parts.mtp is not None and layer is parts.mtp.layers[0]:
             reached = reached or _learns(parts.mtp.module)
             yield Unit("mtp", parts.mtp.module, has_backward=reached, axes=whole)
         reached = reached or _learns(layer.module)
-        is_last = layer.index == len(parts.layers) - 1
+        is_last = layer.index == len(parts.layer_list) - 1
+        behind = 0 < number < len(parts.layers)
+        begins = behind and parts.layers[number - 1].index != layer.index - 1
         of_layer = Unit(f"layer {layer.index}", layer.module, is_last, has_backward=reached, axes=whole)
-        yield of_layer
+        yield replace(of_layer, begins_stage=begins)
         for region in () if tensor is None else tensor.regions[layer.index]:
             for part, module in _of_region(region):
                 name = f"layer {layer.index} {part}"

@@ -14,6 +14,7 @@ from ..layout.pieces import Policy
 from ..ops.kernels import KernelOptions
 from ..plan.estimate import Precision
 from ..plan.memory import MemoryOptions
+from ..plan.pipeline import PipelineOptions
 from ..sequence_parallel.gated_delta_bytes import Choice
 from .checkpoint.choose import check_resume
 from .mtp_config import MtpConfig
@@ -197,6 +198,8 @@ class TrainConfig:
     """The steps."""
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     """Memory switches; none of them changes the gradient."""
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    """Pipeline stages, where `mesh.pp` is more than 1."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA."""
     mtp: MtpConfig = field(default_factory=MtpConfig)

@@ -19,6 +19,7 @@ from ..layout.render import layout_table
 from ..mesh import AXES, Mesh, launched
 from ..models.media_adapter import make_adapter
 from ..plan.estimate import memory_estimate
+from ..plan.pipeline import cut_into_stages
 from ..printable import printable
 from .config import MeshConfig, TrainConfig, as_dict
 from .log import check_sinks
@@ -41,10 +42,16 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     if not config.model.startswith(TINY):
         read_headers(checkpoint_folder(config.model))
     model = make_model(config, weights=False)
-    check_model(model, mesh)
-    make_adapter(model).check_mesh(mesh, config.gated_delta)
+    check_model(model)
+    adapter = make_adapter(model)
+    adapter.check_mesh(mesh, config.gated_delta)
     console = console or Console()
-    console.print(_model_table(model, mesh, config))
+    table = _model_table(model, mesh, config)
+    if mesh.pp > 1:
+        stages = cut_into_stages(adapter.parts, mesh.pp, config.pipeline)
+        layers = ", ".join(str(len(stage.layers)) for stage in stages)
+        table.add_row("stages", f"{config.pipeline.schedule}, of {layers} layers")
+    console.print(table)
     console.print(*_batch(config, model, mesh))
     memory, train = config.memory, config.train
     console.print(_optimizer_table(model, config, mesh))
@@ -53,7 +60,8 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
         memory = replace(memory, checkpointing=choice.checkpointing)
         console.print(str(choice))
     kept, tokens = kept_numbers(model, train), config.data.row_tokens
-    estimate = memory_estimate(model, mesh, memory, config.precision, kept, row_tokens=tokens)
+    how: dict[str, Any] = {"row_tokens": tokens, "pipeline": config.pipeline}
+    estimate = memory_estimate(model, mesh, memory, config.precision, kept, **how)
     console.print(estimate.table())
     device = make_device()
     found = fit_here(replace(config, memory=memory), model, mesh, device)
@@ -70,7 +78,7 @@ def planned_mesh(axes: MeshConfig) -> Mesh:
     return Mesh(**sizes, rank=rank, world_size=world_size)
 
 
-def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> RenderableType:
+def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> Table:
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     table = Table(title="Plan", title_justify="left", show_header=False)
     table.add_row("model", escape(printable(f"{config.model} ({type(model).__name__})")))

@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -98,16 +97,11 @@ def export(
     stock = model.model if isinstance(model, BraidedModel) else model
     if not isinstance(model, BraidedModel):
         return _write(stock, stock.state_dict(), source_folder, out, processor, dtype, shard_bytes, beside)
-    state: Any
-    if isinstance(model, FSDPModule):
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(stock, options=whole)
-    else:
-        state = stock.state_dict()
+    state = model.full_state() if isinstance(model, FSDPModule) else stock.state_dict()
     report, error = None, None
     if model.mesh.rank == 0:
         try:
-            report = _write(stock, state, source_folder, out, processor, dtype, shard_bytes, beside)
+            report = _write(model.structure, state, source_folder, out, processor, dtype, shard_bytes, beside)
         except (OSError, ValueError) as problem:
             error = problem
     agree(model.mesh.cpu_group, error)

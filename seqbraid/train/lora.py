@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel
 
 from ..comm.consensus import agree
@@ -107,8 +106,7 @@ def save_adapter(
     config = _adapter_config(model)
     if options is not None and options.rank != config.r:
         raise ValueError(f"the model's adapters have rank {config.r}, not rank={options.rank}")
-    gather = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    state: Any = get_model_state_dict(model, options=gather)
+    state = braided.full_state(trained_alone=True)
     error = None
     if mesh.rank == 0:
         try:

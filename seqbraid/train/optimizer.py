@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.consensus import raised_by_all
-from ..distributed.weights import plain_name
 from ..models.braided import BraidedModel
+from ..models.parts import plain_name, tensors_by_name
 from .optimizers.groups import Group, grouped, parse_groups
 from .optimizers.kinds import Kind
 from .optimizers.muon import layer_matrices, sharded_muon
@@ -55,11 +55,15 @@ def make_groups(model: nn.Module, config: StepConfig, kind: Kind) -> list[Group]
     """What is trained, in groups that are stepped alike."""
     named = trained(model)
     if not named:
-        raise ValueError("nothing is trained: every parameter is frozen")
+        where = " of this pipeline stage" if trained_elsewhere(model) else ""
+        raise ValueError(f"nothing is trained: every parameter{where} is frozen")
+    if kind.is_muon and trained_elsewhere(model):
+        raise ValueError(f"train.optimizer={kind.name!r} is not supported with pipeline stages; use {ADAMW}")
     matrices = layer_matrices(model) if kind.is_muon else frozenset[int]()
     if kind.is_muon and not any(id(p) in matrices for p in named.values()):
         raise ValueError(f"train.optimizer={kind.name!r}: no matrix of a layer is trained; use another")
-    groups = grouped(named, parse_groups(config.groups), config.lr, config.weight_decay, matrices)
+    others = trained_elsewhere(model)
+    groups = grouped(named, parse_groups(config.groups), config.lr, config.weight_decay, matrices, others)
     if not kind.decays and any(group.weight_decay for group in groups):
         raise ValueError(f"train.groups has a weight_decay, which {kind.name} does not take")
     return groups
@@ -80,7 +84,17 @@ def kept_numbers(model: nn.Module, config: StepConfig) -> float:
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """What is trained, by the names of the stock model."""
     stock = model.model if isinstance(model, BraidedModel) else model
-    return {plain_name(name): p for name, p in stock.named_parameters() if p.requires_grad}
+    copies = model.copies if isinstance(model, BraidedModel) else {}
+    named = ((plain_name(name), p) for name, p in stock.named_parameters() if p.requires_grad)
+    return {copies.get(name, name): p for name, p in named}
+
+
+def trained_elsewhere(model: nn.Module) -> set[str]:
+    """What other pipeline stages train."""
+    if not isinstance(model, BraidedModel) or model.pipeline is None:
+        return set()
+    whole = tensors_by_name(model.structure)
+    return {name for name, p in whole.items() if p.requires_grad} - trained(model).keys()
 
 
 def _param_group(group: Group, config: StepConfig, kind: Kind) -> dict[str, Any]:

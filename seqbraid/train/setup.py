@@ -163,6 +163,7 @@ def braid(config: TrainConfig, mesh: Mesh, device: torch.device) -> BraidedModel
         memory=config.memory,
         kernels=config.kernels,
         compute_dtype=torch.bfloat16 if config.precision == "mixed" else None,
+        pipeline=config.pipeline,
     )
     if mesh.world_size > 1:
         spread_weights(model, source, device)

@@ -13,7 +13,7 @@ import torch
 from ..comm.consensus import check_alike, gather_objects, raised_by_all
 from ..comm.whereabouts import Stopped, Whereabouts
 from ..data.stream.loader import StepData
-from ..distributed.gradients import gradient_norm
+from ..distributed.gradients import counted, gradient_norm
 from ..mesh import Mesh
 from ..models.agreement import Agreed
 from ..models.step import Step, agree_on, forward_backward
@@ -31,7 +31,7 @@ from .log import check_sinks
 from .lora import save_adapter
 from .metrics import StepCounts, StepMeter
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
-from .optimizer import check_entries, gradients_of, make_optimizer
+from .optimizer import check_entries, gradients_by_parameter, make_optimizer
 from .profile_steps import StepProfiler
 from .recompute import settle_checkpointing
 from .run_folder import RunFolder, describe, run_sinks, versions
@@ -100,7 +100,7 @@ class Trainer:
         self.model = braid(replace(config, memory=memory), mesh, self.device)
         set_group_timeouts(config, mesh)
         self.model_config = self.model.model.config
-        self.flops = ModelFlops.if_known(self.model.model)
+        self.flops = ModelFlops.if_known(self.model.structure)
         self.optimizer = make_optimizer(self.model, config.train)
         self.where.starts("opening the data and starting its workers")
         if config.data.eval:  # refused now if at all, not when it is first evaluated
@@ -233,8 +233,9 @@ class Trainer:
             self.model, work, seed=seed, agreed=agreed, after=self._after_micro_batch(work)
         )
         self.where.at("gradient norm and optimizer update")
-        gradients = gradients_of(self.optimizer)
-        norm = self.guard.agreed(gradient_norm(gradients, self.mesh))
+        by_parameter = gradients_by_parameter(self.optimizer)
+        gradients = list(by_parameter.values())
+        norm = self.guard.agreed(gradient_norm(counted(self.model, by_parameter), self.mesh))
         loss = float(out.mean_loss)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             found = StepFound(self.step + 1, out, norm)
@@ -252,6 +253,8 @@ class Trainer:
             epoch=data.epoch,
             fill=data.fill,
         )
+        if self.model.pipeline is not None:
+            metrics["pipeline_bubble"] = self.model.pipeline.waiting()
         if done.skipped:
             self._say_skipped(done.skipped)
         self._after_step({**metrics, **done.metrics}, agreed.flag)

@@ -73,6 +73,27 @@ def tensor_bytes(tokens: int, hidden: int, itemsize: int, tp: int) -> int:
     return 4 * (tp - 1) * (tokens // tp) * hidden * itemsize
 
 
+def stage_report(layout: SequenceLayout, name: str, pp: int, tp: int = 1) -> Text:
+    """What a rank sends from one pipeline stage to the next for this row."""
+    text = config_of(name).get_text_config()
+    dtype = text.dtype or torch.bfloat16
+    experts = stock_num_experts(text) if getattr(text, "output_router_logits", False) else None
+    sent = stage_bytes(layout.num_local_tokens // tp, int(text.hidden_size), dtype.itemsize, experts)
+    return Text(
+        f"pp={pp}: each rank sends {sent:,} bytes to the next stage for this row, and gets as many back as "
+        "gradients"
+    )
+
+
+def stage_bytes(tokens: int, hidden: int, itemsize: int, num_experts: int | None = None) -> int:
+    """The hidden states of a rank's tokens; with a router's loss, its two sums in float32 or wider.
+
+    >>> stage_bytes(8192, 4096, 2) == 8192 * 4096 * 2
+    True
+    """
+    return tokens * hidden * itemsize + 2 * (num_experts or 0) * max(4, itemsize)
+
+
 def _gated_delta_report(layout: SequenceLayout, name: str, tp: int) -> Group:
     config = config_of(name)
     text = config.get_text_config()

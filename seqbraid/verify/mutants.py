@@ -45,17 +45,19 @@ class Mutant:
     ulysses: int = 1
     tp: int = 1
     ep: int = 1
+    pp: int = 1
 
     @property
     def mesh(self) -> dict[str, int]:
         """The axes that it takes, those of one rank left out."""
-        sizes = {"ring": self.ring, "ulysses": self.ulysses, "tp": self.tp, "ep": self.ep}
+        axes = ("ring", "ulysses", "tp", "ep", "pp")
+        sizes: dict[str, int] = {axis: getattr(self, axis) for axis in axes}
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     @property
     def world_size(self) -> int:
         """How many ranks it takes."""
-        return self.ring * self.ulysses * self.tp
+        return self.ring * self.ulysses * self.tp * self.pp
 
 
 def _positions_not_reset() -> AbstractContextManager[Any]:
@@ -220,8 +222,8 @@ def _router_loss_per_rank() -> AbstractContextManager[Any]:
     """Each rank's tokens are taken for a row of their own."""
     right = braided_module.load_balancing_loss
 
-    def wrong(logits: Any, real: Any, top_k: int, group: Any) -> Any:
-        return right(logits, real, top_k, Group()) / group.size
+    def wrong(logits: Any, real: Any, top_k: int, group: Any, before: Any = None) -> Any:
+        return right(logits, real, top_k, Group(), before) / group.size
 
     return patch.object(braided_module, "load_balancing_loss", wrong)
 

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from ..comm.consensus import gather_floats
+from ..comm.consensus import gather_floats, gather_objects
 from ..comm.group import Group
 from ..data.pack import pack
 from ..distributed.api import parallelize
 from ..mesh import Mesh
 from ..models.output import StepOutput
 from ..models.step import forward_backward
+from ..plan.pipeline import PipelineOptions
 from .mtp_reference import mtp_options
 from .objective import Objective
 from .reference import Measurement, fresh_gradients, one_rounding_away, stock_step
@@ -37,6 +38,7 @@ def check_parity(
     gated_delta: str = "auto",
     references: Sequence[Measurement] | None = None,
     objective: Objective | None = None,
+    pipeline: PipelineOptions | None = None,
     **layout: Any,
 ) -> Parity:
     """Compare a packed step with the stock model on each sample alone; the model comes back as it was.
@@ -56,7 +58,7 @@ def check_parity(
             for m in (stock_references(model, samples, rows, objective) if references is None else references)
         )
         ours = model if mesh.world_size == 1 else copy.deepcopy(model)
-        layout["policy"] = policy
+        layout["policy"], layout["pipeline"] = policy, pipeline
         mine = [samples[i] for i in own]
         got = packed_step(ours, mine, mesh, micro_batches, gated_delta, objective, **layout)
         return of_all_ranks(compare(case, got, reference, others), mesh)
@@ -127,11 +129,12 @@ def packed_step(
     micro_batches: int = 1,
     gated_delta: str = "auto",
     objective: Objective | None = None,
+    pipeline: PipelineOptions | None = None,
     **layout: Any,
 ) -> Measurement:
     """The same step through the public surface, of this data rank's samples."""
     with fresh_gradients(model):
-        braided = parallelize(model, mesh, gated_delta)
+        braided = parallelize(model, mesh, gated_delta, pipeline=pipeline)
         try:
             parts = [[samples[i] for i in row] for row in rows_of(len(samples), 1, micro_batches)]
             mtp = mtp_options(model)
@@ -143,11 +146,12 @@ def packed_step(
             mean_loss = _whole_loss(output, model)
             gradients = _whole(
                 {
-                    name: torch.zeros_like(p) if p.grad is None else p.grad
+                    braided.copies.get(name, name): torch.zeros_like(p) if p.grad is None else p.grad
                     for name, p in model.named_parameters()
                     if p.requires_grad
                 }
             )
+            gradients = _of_all_stages(gradients, mesh)
         finally:
             braided.release()
     return Measurement(mean_loss.detach(), logits, gradients)
@@ -160,6 +164,21 @@ def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:
     if output.aux_loss is None:
         return loss
     return loss + model.config.get_text_config().router_aux_loss_coef * output.aux_loss
+
+
+def _of_all_stages(gradients: dict[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Those of all pipeline stages, whose parameters have names of their own. A tied weight is on two, which
+    must have the same: else it is not a number.
+    """
+    if mesh.pp == 1:
+        return gradients
+    found: dict[str, Tensor] = {}
+    first_of_stage = mesh.rank % (mesh.world_size // mesh.pp) == 0
+    for of_rank in gather_objects(mesh.cpu_group, gradients if first_of_stage else {}):
+        for name, gradient in of_rank.items():
+            is_same = torch.equal(found.setdefault(name, gradient), gradient)
+            found[name] = gradient if is_same else torch.full_like(gradient, torch.nan)
+    return found
 
 
 def _whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

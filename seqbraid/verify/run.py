@@ -70,8 +70,17 @@ def verify_model(
         )
     else:
         samples = mixed_samples(model.config, seed)
+    mesh = Mesh() if mesh is None else mesh
     return check_parity(
-        model, samples, mesh, case=case, policy=policy, gated_delta=gated_delta, multiple_of=PADDED
+        model,
+        samples,
+        mesh,
+        case=case,
+        policy=policy,
+        # A micro-batch for each stage, where there are as many samples.
+        micro_batches=min(mesh.pp, max(1, len(samples) // mesh.data_world_size)),
+        gated_delta=gated_delta,
+        multiple_of=PADDED,
     )
 
 

@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from seqbraid import Mesh, pack, parallelize
 from seqbraid.data.tiny import tiny_training_model
-from seqbraid.distributed.weights import plain_name, spread_weights
+from seqbraid.distributed.weights import spread_weights
+from seqbraid.models.parts import plain_name
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.memory import MemoryOptions
 from tests.helpers import ranks

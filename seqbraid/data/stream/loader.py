@@ -145,7 +145,8 @@ class Loader:
         options.check()
         self._order = order_of(source, rows)
         texts = self._texts = Texts(mesh, rows.row_tokens, options.text_bytes, rows.over_long == "split")
-        in_row = mesh.row_rank, mesh.row_size
+        # With pipeline stages behind the first, which decode none, ranks share the media out in any case.
+        in_row = mesh.media_rank, mesh.row_size * mesh.pp
         planner = None if prepare is None else prepare.plan
         tasks = Tasks(
             source, reading.make_encoder, rows.row_tokens, *in_row, rows.over_long, planner, reading.tokens

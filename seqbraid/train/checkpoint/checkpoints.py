@@ -31,7 +31,7 @@ from .job import CheckpointError, Failed, Job, Published
 from .publish import name_best, publish_on_leaving, publish_written, recover, write_part
 from .read import fill_tensors
 from .stage import StagingMemory, stage_tensors
-from .state import check_json, model_tensors, optimizer_state_for, optimizer_tensors
+from .state import check_json, model_tensors, of_ours, optimizer_state_for, optimizer_tensors
 
 _RUNNING, _DONE, _FAILED, _BROKEN = range(4)
 _MESSAGE_BYTES = 1024
@@ -226,7 +226,7 @@ class Checkpoints:
                     state = optimizer_state_for(model, optimizer, index, saved["optimizer"])
                     tensors |= optimizer_tensors(model, optimizer, state)[0]
                     prefixes.append("optimizer.")
-                check_tensors(tensors, index, prefixes)
+                check_tensors(tensors, of_ours(index, model), prefixes)
             with self._together():
                 fill_tensors(tensors, path, index)
             if optimizer is not None:
@@ -249,11 +249,12 @@ class Checkpoints:
     ) -> tuple[list[bytes | memoryview], str]:
         """Copy all parts of this rank to host memory; gives its file and the text of `state.json`."""
         check_json(state, "state")
-        tensors, record = model_tensors(model, frozen=self.base is None), None
+        tensors, record = model_tensors(model, frozen=self.base is None, copies=False), None
         if optimizer is not None:
-            more, record = optimizer_tensors(model, optimizer, optimizer.state)
+            more, record = optimizer_tensors(model, optimizer, optimizer.state, copies=False)
             tensors |= more
-        staged = stage_tensors(tensors, self._memory, self.mesh.rank, self.mesh.world_size)
+        of_stage = self.mesh.world_size // self.mesh.pp  # ranks that have the same tensors
+        staged = stage_tensors(tensors, self._memory, self.mesh.rank % of_stage, of_stage)
         world_size = self.mesh.world_size
         text = json.dumps({"state": state, "optimizer": record, "base": self.base, "world_size": world_size})
         return [staged.header, staged.payload], text

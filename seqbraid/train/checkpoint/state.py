@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,20 +19,21 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ...distributed.weights import plain_name
+from ...models.parts import plain_name, tensors_by_name
 from .index import DTYPES, Index
 
 
-def model_tensors(model: nn.Module, frozen: bool = True) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module, frozen: bool = True, copies: bool = True) -> dict[str, Tensor]:
     """Parameters, frozen ones only if asked for, and persistent buffers as they lie on this rank;
-    tied ones once.
+    tied ones once. The `copies` of a pipeline stage have the name of what they are copies of.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward without a backward, the root's parameters are still gathered
     every = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    named = _parameters(model)
-    left_out = every - named.keys()
+    known = _copies(model)
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    left_out = every - named.keys() | (set() if copies else known.keys())
     if not frozen:
         left_out |= {name for name, parameter in named.items() if not parameter.requires_grad}
     found = {}
@@ -39,15 +41,21 @@ def model_tensors(model: nn.Module, frozen: bool = True) -> dict[str, Tensor]:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"the model's {name} is a {type(tensor).__name__}; a checkpoint holds tensors")
         if name not in left_out:
-            found[f"model.{name}"] = tensor
+            found[f"model.{known.get(name, name)}"] = tensor
     return found
 
 
 def optimizer_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[Tensor, Mapping[str, Any]]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[Tensor, Mapping[str, Any]],
+    copies: bool = True,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of an optimizer's state; and for JSON what it trains, and the entries that are numbers."""
     trained = _trained(model, optimizer)
+    others = {name for name, learns in elsewhere(model).items() if learns}
+    if not copies:
+        trained = {name: p for name, p in trained.items() if name not in _copies(model).values()}
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int | float] = {}
     for name, parameter in trained.items():
@@ -63,7 +71,7 @@ def optimizer_tensors(
                 numbers[key] = value
             else:
                 raise ValueError(f"{key} is a {type(value).__name__}; a checkpoint holds tensors and numbers")
-    return tensors, {"parameters": sorted(trained), "numbers": numbers}
+    return tensors, {"parameters": sorted(trained.keys() | others), "numbers": numbers}
 
 
 def optimizer_state_for(
@@ -73,8 +81,8 @@ def optimizer_state_for(
 
     The optimizer is left as it is; assign the result once it is filled.
     """
-    trained = _trained(model, optimizer)
-    for name in sorted(trained.keys() ^ set(record["parameters"])):
+    trained, others = _trained(model, optimizer), elsewhere(model)
+    for name in sorted(trained.keys() ^ (set(record["parameters"]) - others.keys())):
         here, there = ("trains", "did not") if name in trained else ("does not train", "did")
         raise ValueError(f"this optimizer {here} {name}; the saved one {there}")
     flags = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -83,6 +91,8 @@ def optimizer_state_for(
         if not key.startswith("optimizer."):
             continue
         name, _, entry = key.removeprefix("optimizer.").rpartition(".")
+        if name in others:
+            continue
         if name not in trained:
             raise ValueError(f"the checkpoint has {key}, but the optimizer does not train {name}")
         parameter = trained[name]
@@ -118,7 +128,38 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    """By the names that they are saved under."""
+    named, copies = model.named_parameters(), _copies(model)
+    return {copies.get(plain_name(name), plain_name(name)): parameter for name, parameter in named}
+
+
+def _copies(model: nn.Module) -> dict[str, str]:
+    """Parameters that another pipeline stage saves, and under which name."""
+    found: dict[str, str] = getattr(model, "copies", {})
+    return {f"model.{name}": f"model.{saved}" for name, saved in found.items()}
+
+
+def elsewhere(model: nn.Module) -> dict[str, bool]:
+    """The tensors that other pipeline stages have, and this rank does not; whether they are trained."""
+    structure: Any = getattr(model, "structure", None)
+    if structure is None or getattr(model, "pipeline", None) is None:
+        return {}
+    whole = {f"model.{name}": x.requires_grad for name, x in tensors_by_name(structure).items()}
+    copies = _copies(model)
+    own = {plain_name(name) for name, _ in chain(model.named_parameters(), model.named_buffers())}
+    return {name: learns for name, learns in whole.items() if name not in own | set(copies.values())}
+
+
+def of_ours(index: Index, model: nn.Module) -> Index:
+    """What an index has for this rank's pipeline stages."""
+    others = elsewhere(model)
+    names = {
+        key: key.removeprefix("model.")
+        if key.startswith("model.")
+        else key.removeprefix("optimizer.").rpartition(".")[0]
+        for key in index
+    }
+    return {key: entry for key, entry in index.items() if names[key] not in others}
 
 
 def check_json(value: Any, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,7 @@ def grouped(
     lr: float,
     weight_decay: float,
     matrices: frozenset[int] = frozenset(),
+    elsewhere: Collection[str] = (),
 ) -> list[Group]:
     """What is trained, in groups; matrices decay, and norms, biases and other vectors do not.
 
@@ -84,11 +85,16 @@ def grouped(
         lr: peak learning rate of what no spec says otherwise of.
         weight_decay: of matrices, in the same way.
         matrices: ids of the parameters that Muon steps.
+        elsewhere: names of what other pipeline stages train.
     """
+
+    def first(name: str) -> int | None:
+        return next((i for i, spec in enumerate(specs) if re.search(spec.match, name)), None)
+
     groups: dict[tuple[Any, ...], Group] = {}
-    used = set()
+    used = {first(name) for name in elsewhere}
     for name, p in named.items():
-        index = next((i for i, spec in enumerate(specs) if re.search(spec.match, name)), None)
+        index = first(name)
         used.add(index)
         spec = GroupSpec("") if index is None else specs[index]
         decay = spec.weight_decay
