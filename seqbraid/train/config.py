@@ -216,6 +216,8 @@ class TrainConfig:
         for name, value in (("model", self.model), ("out", self.out), ("data.train", self.data.train)):
             if not value:
                 raise ValueError(f"{name} is empty; set it in the config or with --{name}=…")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be at least 0 and below 2**63")
         check_resume(self.resume)
         steps, data = self.train, self.data
         steps.check()

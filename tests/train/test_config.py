@@ -113,6 +113,8 @@ def test_an_unknown_key_in_the_file_is_refused_with_the_nearest_name(
         (["--checkpoint.every=0"], "checkpoint.every=0"),
         (["--checkpoint.keep=0"], "checkpoint.keep=0"),
         (["--data.prefetch_steps=0"], "data.prefetch_steps=0"),
+        (["--seed=-5"], "seed=-5 must be at least 0"),
+        (["--seed=9223372036854775808"], "seed=9223372036854775808 must be at least 0 and below"),
         (["--train.eps=0"], "train.eps=0.0 must be"),
         (["--train.eps=1e-60"], "train.eps=1e-60 must be"),
         (["--resume=latest"], "resume='latest' is unknown; use auto, never, must, latest-intact or step:N"),
