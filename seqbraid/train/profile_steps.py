@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def parse_steps(text: str) -> range:
+def parse_steps(text: int | str) -> range:
     """One step, or several.
 
     >>> parse_steps("12"), parse_steps("12-14")
@@ -27,7 +27,7 @@ def parse_steps(text: str) -> range:
 class StepProfiler:
     """Writes `profile/steps-…-rank-….json`, for https://ui.perfetto.dev or chrome://tracing."""
 
-    def __init__(self, steps: str | None, folder: Path, rank: int, says: Callable[[str], None]) -> None:
+    def __init__(self, steps: int | str | None, folder: Path, rank: int, says: Callable[[str], None]) -> None:
         """
         Args:
             steps: as the configuration has them; None profiles nothing.

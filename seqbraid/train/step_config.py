@@ -58,7 +58,7 @@ class StepConfig:
     """What the best checkpoint is the best by: the lowest eval_loss, or the highest eval_accuracy."""
     patience: int | None = None
     """Early stopping: end the run after this many evaluations in a row without a new best."""
-    profile: str | None = None
+    profile: int | str | None = None
     """Steps to write a torch.profiler trace of, one (`12`) or several (`12-14`), into `profile/`."""
 
     def check(self) -> None:

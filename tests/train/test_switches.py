@@ -83,26 +83,26 @@ def test_another_state_of_the_same_optimizer_is_refused(folder: Path, tmp_path: 
 
 def test_spikes_are_skipped_alike_on_every_mesh_and_after_a_resume(folder: Path, tmp_path: Path) -> None:
     """So close to the median that some steps of an ordinary run are above it."""
-    step = {"steps": 26, "skip_spikes": 1.001, "clip_norm": None, "lr": 1e-5}
+    step = {"steps": 22, "skip_spikes": 1.001, "clip_norm": None, "lr": 1e-5}
 
     def job(out: str, **changes: Any) -> TrainConfig:
-        kept = CheckpointConfig(every=19, keep=9)
+        kept = CheckpointConfig(every=18, keep=9)
         return config(folder, tmp_path / out, train=step, checkpoint=kept, **changes)
 
     alone, split = job("alone"), job("split", mesh=RING)
     train(alone)
     run(train, 2, split)
     skipped = [record["step"] for record in events(alone, "skipped")]
-    assert 2 < len(skipped) < 12 and min(skipped) > 16
+    assert 0 < len(skipped) < 6 and min(skipped) > 16
     norms, counts = logged(alone, "grad_norm"), logged(alone, "spikes")
-    for number in range(16, 26):
+    for number in range(16, 22):
         middle = sorted(norms[:number])[(number - 1) // 2], sorted(norms[:number])[number // 2]
         assert (number + 1 in skipped) == (norms[number] > 1.001 * sum(middle) / 2)
         assert counts[number] == sum(step <= number + 1 for step in skipped)
     assert [record["step"] for record in events(split, "skipped")] == skipped
     assert_same_curves(split, alone)
     before = everything(alone)
-    train(replace(alone, resume="step:19"))
+    train(replace(alone, resume="step:18"))
     assert everything(alone) == before
 
 
