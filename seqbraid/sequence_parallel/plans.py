@@ -155,7 +155,8 @@ class RowPlans:
     def samples(self, device: torch.device) -> LocalSamples:
         """Of which sample this rank's slots are, on a device: what some losses ask for, and no layer."""
         if device not in self._samples:
-            self._samples[device] = LocalSamples.of(self.layout, self.rank, device)
+            with torch.inference_mode(False):  # what is kept serves later backwards too
+                self._samples[device] = LocalSamples.of(self.layout, self.rank, device)
         return self._samples[device]
 
     def shift(self, depths: int, device: torch.device) -> ShiftPlan:

@@ -111,6 +111,23 @@ def test_log_probabilities_in_an_own_loop_equal_plain_code(axes: dict[str, int])
         assert max(float(x.abs().max()) for x in lists) > 1
 
 
+def test_a_reference_in_inference_mode_leaves_nothing_that_a_backward_refuses() -> None:
+    model = sb.parallelize(tiny_model("llama"))
+    batch = sb.pack(samples(reward=lambda i, n: float(i)), model.model.config)
+    with torch.inference_mode():
+        found = model.token_logprobs(batch)
+        before = found.sample_sums(found.logprobs * found.fields["reward"])
+        batch = batch.with_fields(reference=found.logprobs)
+
+    def loss(tokens: sb.LocalTokens) -> Tensor:
+        both = tokens.logprobs() * tokens.fields["reference"]
+        return tokens.sample_sums(both * tokens.fields["reward"]).sum()
+
+    out = sb.forward_backward(model, [batch], loss)
+    assert before.shape == (4,) and out.mean_loss > 1
+    assert all(p.grad is not None for p in model.model.parameters())
+
+
 def in_bfloat16() -> tuple[float, float]:
     """Off from the built-in loss, which makes its gradients in the forward."""
     mesh = Mesh(ring=2)
