@@ -175,7 +175,9 @@ class Trainer(transformers.Trainer):
             collator, dataset = self.data_collator, self._remove_unused_columns(dataset, description=what)
         if getattr(collator, "mlm", False):
             raise ValueError("the collator masks tokens, but the loss is that of the next one; set mlm=False")
-        steps = StepMaker(self.braided.model.config, self.mesh, self.braiding.policy, self._flops)
+        mtp = self.braided.parts.mtp
+        depth = 0 if mtp is None else mtp.module.options.depth
+        steps = StepMaker(self.braided.model.config, self.mesh, self.braiding.policy, self._flops, depth)
         if is_stream:
             self._check_stream(settings)
             dealt = Dealt(dataset, settings.items, self.mesh)
