@@ -18,7 +18,7 @@ from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.mtp import with_mtp
 from seqbraid.models.tiny.samples import random_samples
 
-AXES = ("ring", "ulysses", "tp")
+AXES = ("ring", "ulysses", "tp", "pp")
 
 
 def line(name: str, mesh: sb.Mesh, lengths: list[int]) -> str:

@@ -57,6 +57,8 @@ class Work:
     after: Callable[[int], None] | None
     router: Tensor | None
     """What the first stage adds the sums of its routers to."""
+    with_mtp: bool
+    """Whether embeddings travel along, for multi-token prediction on the last stage."""
     found: dict[int, Any] = field(default_factory=dict)
 
 
@@ -78,7 +80,7 @@ class StagePipeline:
                     self.tied = TiedCopy(module, model.groups["pp"])
         self.clock = StageClock()
         self.work: Work | None = None
-        self._schedules: dict[tuple[int, bool, bool], Any] = {}
+        self._schedules: dict[tuple[int, bool, bool, bool], Any] = {}
 
     def run(
         self,
@@ -87,14 +89,16 @@ class StagePipeline:
         after: Callable[[int], None] | None = None,
         *,
         with_router: bool = False,
+        with_mtp: bool = False,
     ) -> list[Any]:
         """See `models.stage.Pipeline`."""
         num_stages, pp = self.stages[0].num_stages, self.model.mesh.pp
         chunks = num_chunks(len(batches), pp, num_stages)
         empty = [None] * (chunks - len(batches))
-        work = self.work = Work([*empty, *batches], call, after, self._no_sums() if with_router else None)
+        router = self._no_sums() if with_router else None
+        work = self.work = Work([*empty, *batches], call, after, router, with_mtp)
         has_backward = torch.is_grad_enabled()
-        schedule = self._schedule(chunks, has_backward, with_router)
+        schedule = self._schedule(chunks, has_backward, with_router, with_mtp)
         index = torch.arange(chunks)
         tied = self.tied if has_backward else None
         if tied is not None:
@@ -179,16 +183,24 @@ class StagePipeline:
         batch = work.batches[number]
         if batch is None:
             return self._nothing(stage, received)
-        hidden, router = (None, work.router) if stage.is_first else (*received, None)[:2]
-        found = work.call(batch, StageCall(stage, hidden, router))
+        found = work.call(batch, self._stage_call(stage, received, work))
         if not stage.is_last:
-            sent = found.hidden_1TD.squeeze(0), found.router_2E
+            embeds = None if found.embeds_1TD is None else found.embeds_1TD.squeeze(0)
+            sent = found.hidden_1TD.squeeze(0), embeds, found.router_2E
             return tuple(self._checked(x) for x in sent if x is not None)
         loss = torch.zeros((), dtype=self.wide, device=self.model.device)
         if isinstance(found, LocalLoss):
             loss, found = found.loss, found._replace(loss=found.loss.detach())
         work.found[number] = found
         return loss
+
+    def _stage_call(self, stage: Stage, received: tuple[Tensor, ...], work: Work) -> StageCall:
+        """Hidden states, embeddings and sums of routers, of which the last two may not travel."""
+        if stage.is_first:
+            return StageCall(stage, None, work.router)
+        hidden, *others = received
+        embeds = others.pop(0) if work.with_mtp else None
+        return StageCall(stage, hidden, others[0] if others else None, embeds)
 
     def rows(self, number: int) -> int:
         """The tokens that travel for a micro-batch: those of this rank between mixers and MLPs."""
@@ -210,17 +222,20 @@ class StagePipeline:
             return tuple(x + 0.0 for x in received)
         assert self.work is not None
         learns, device = torch.is_grad_enabled(), self.model.device
-        hidden = torch.zeros(1, self.width, dtype=self.dtype, device=device, requires_grad=learns)
-        return (hidden,) if self.work.router is None else (hidden, self.work.router)
+        wide = [
+            torch.zeros(1, self.width, dtype=self.dtype, device=device, requires_grad=learns)
+            for _ in range(1 + self.work.with_mtp)
+        ]
+        return (*wide,) if self.work.router is None else (*wide, self.work.router)
 
     def _no_sums(self) -> Tensor:
         experts = stock_num_experts(self.model.parts.config)
         return torch.zeros(2, experts or 0, dtype=self.wide, device=self.model.device)
 
-    def _schedule(self, chunks: int, has_backward: bool, with_router: bool) -> Any:
-        key = chunks, has_backward, with_router
+    def _schedule(self, chunks: int, has_backward: bool, with_router: bool, with_mtp: bool) -> Any:
+        key = chunks, has_backward, with_router, with_mtp
         if key not in self._schedules:
-            made = [_TorchStage(self, stage, with_router) for stage in self.stages]
+            made = [_TorchStage(self, stage, with_router, with_mtp) for stage in self.stages]
             of_several = self.stages[0].num_stages > self.model.mesh.pp
             kind: Any = ScheduleInterleaved1F1B if of_several else Schedule1F1B
             own: Any = made if of_several else made[0]
@@ -245,10 +260,12 @@ class _TorchStage(PipelineStage):
     is asked for, and keeps it until its backward.
     """
 
-    def __init__(self, pipeline: StagePipeline, stage: Stage, with_router: bool) -> None:
+    def __init__(self, pipeline: StagePipeline, stage: Stage, with_router: bool, with_mtp: bool) -> None:
         self.pipeline, self.stage = pipeline, stage
+        self.per_token = 1 + with_mtp
+        """Tensors of what travels that have a row for each token; they come first."""
         # Some shapes that are known at once: else torch would run the model to find them.
-        travels: tuple[Tensor, ...] = (_meta((1, pipeline.width), pipeline.dtype),)
+        travels = tuple(_meta((1, pipeline.width), pipeline.dtype) for _ in range(self.per_token))
         if with_router:
             travels += (_meta((2, stock_num_experts(pipeline.model.parts.config) or 0), pipeline.wide),)
         loss = _meta((), pipeline.wide)
@@ -276,13 +293,13 @@ class _TorchStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _make_room(self, infos: Any, number: int) -> None:
-        hidden, *others = infos
-        hidden.buffer = hidden.buffer.new_empty(self.pipeline.rows(number), self.pipeline.width)
-        for info in others:
+        for info in infos[: self.per_token]:
+            info.buffer = info.buffer.new_empty(self.pipeline.rows(number), self.pipeline.width)
+        for info in infos[self.per_token :]:
             info.buffer = torch.empty_like(info.buffer)
 
     def _let_go(self, infos: Any) -> None:
-        for info in infos[:1]:
+        for info in infos[: self.per_token]:
             info.buffer = info.buffer.new_empty(0)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

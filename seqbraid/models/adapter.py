@@ -63,6 +63,8 @@ class DecoderOutput:
     """Where this rank's tokens went (`experts.count_of_all`)."""
     mtp: MtpOutput | None = None
     """What multi-token prediction gives; None where it was not asked for."""
+    embeds_1TD: Tensor | None = None
+    """What the first layer was given, where the last pipeline stage is to predict from it."""
 
 
 class Adapter:
@@ -81,6 +83,8 @@ class Adapter:
         self._check_config()  # first, as a kind of layers says more than where they are
         self.parts = ModelParts.of(model)
         self.head, self.decoder = self.parts.head, self.parts.decoder
+        self.mtp = None if self.parts.mtp is None else self.parts.mtp.module.options
+        """Of multi-token prediction, whichever pipeline stage has its module."""
         self.has_learned_positions = _has_learned_positions(self.parts)
         self.gated_delta: list[Any] = [x.mixer for x in self.parts.layers if x.kind == "gated_delta"]
         self._router_is_known = False
@@ -259,6 +263,9 @@ class Adapter:
             inputs = self._inputs(batch, context) if received is None else {"inputs_embeds": received[None]}
             if with_mtp and "inputs_embeds" not in inputs:
                 inputs = {"inputs_embeds": self.parts.embedding(inputs["input_ids"])}
+            embeds_1TD = inputs["inputs_embeds"] if with_mtp else None
+            if with_mtp and call is not None and call.embeds_TD is not None:
+                embeds_1TD = call.embeds_TD[None]
             outputs = self.decoder(
                 **inputs,
                 position_ids=positions_4T[:, None] if self._multimodal_rope() else positions_4T[:1],
@@ -267,11 +274,10 @@ class Adapter:
                 braid=context,
                 **extra,
             )
-            if with_mtp:
-                hidden_TD, embeds_TD = (
-                    outputs.last_hidden_state.squeeze(0),
-                    inputs["inputs_embeds"].squeeze(0),
-                )
+            is_last = call is None or call.stage.is_last
+            if embeds_1TD is not None and is_last:
+                hidden_TD = outputs.last_hidden_state.squeeze(0)
+                embeds_TD = embeds_1TD.squeeze(0)
                 mtp = run_mtp(self.parts, hidden_TD, embeds_TD, batch, context, self.experts, with_router)
         layers = range(self.config.num_hidden_layers) if call is None else call.stage.layers
         missing = set(layers) - context.mixed_layers
@@ -282,17 +288,16 @@ class Adapter:
                 "into each other there"
             )
         counts = count_of_all(self.experts, context, of_stage=call is not None)
-        if counts is not None and mtp is not None and mtp.expert_counts is not None:
-            counts = torch.cat([counts, mtp.expert_counts])
+        counts = _with_mtp(counts, mtp, len(self.experts))
         hidden = outputs.last_hidden_state
-        if call is None or call.stage.is_last:
-            hidden = hidden.squeeze(0)
+        if is_last:
+            hidden, embeds_1TD = hidden.squeeze(0), None
         if not with_router:
-            return DecoderOutput(hidden, expert_counts=counts, mtp=mtp)
+            return DecoderOutput(hidden, None, counts, mtp, embeds_1TD)
         router = getattr(outputs, "router_logits", None)
         if not router and call is None:  # a stage may have none
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
-        return DecoderOutput(hidden, tuple(router or ()), counts, mtp)
+        return DecoderOutput(hidden, tuple(router or ()), counts, mtp, embeds_1TD)
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""
@@ -345,6 +350,16 @@ class Adapter:
                     "tokens in an unknown way; supported are softmax attention and the gated-delta "
                     "layers of qwen3_next and qwen3_5"
                 )
+
+
+def _with_mtp(counts: Tensor | None, mtp: MtpOutput | None, num_experts: int) -> Tensor | None:
+    """Counts of the decoder's experts and of those behind them; a stage has rows for all of them already."""
+    if counts is None or mtp is None or mtp.expert_counts is None:
+        return counts
+    if len(counts) < num_experts:
+        return torch.cat([counts, mtp.expert_counts])
+    first = num_experts - len(mtp.expert_counts)
+    return torch.cat([counts[:first], mtp.expert_counts])
 
 
 def _rope_type(parameters: dict[str, Any]) -> str:

@@ -187,7 +187,9 @@ class BraidedModel(nn.Module):
             routed, real = decoded.router_logits, batch.real[batch.plans.share]
             top_k = getattr(self._adapter.config, "num_experts_per_tok", 0)
             sums_2E = None if routed is None else router_sums(routed, real, top_k, before)
-            return Travelling(decoded.hidden_TD, sums_2E, decoded.expert_counts)
+            # No view, of which FSDP warns, and no tensor that came in.
+            embeds = None if decoded.embeds_1TD is None else decoded.embeds_1TD.clone()
+            return Travelling(decoded.hidden_TD, sums_2E, decoded.expert_counts, embeds)
         sums = values.loss_of(self, decoded, batch, loss)
         # A rank without labels contributes an exact zero, and still takes part in the backward.
         share = sums.loss / (divisor or 1)
@@ -369,7 +371,7 @@ class BraidedModel(nn.Module):
             "training mode": self._adapter.is_training,
             "grad mode": torch.is_grad_enabled(),
             "config": config_values(self._adapter.config),
-            "mtp": repr(None if self.parts.mtp is None else self.parts.mtp.module.options),
+            "mtp": repr(self._adapter.mtp),
             **(self._of_stage() if self.mesh.pp == 1 else {}),
         }
 
@@ -379,9 +381,9 @@ class BraidedModel(nn.Module):
         return {"requires_grad of": trained(self.model), "dtypes of parameters": dtypes}
 
     def _check(self, batches: Sequence[PackedBatch], seed: int | None) -> None:
-        mtp = self.parts.mtp
+        depth = 0 if self._adapter.mtp is None else self._adapter.mtp.depth
         for batch in batches:
-            check_batch(batch, self.mesh, 0 if mtp is None else mtp.module.options.depth)
+            check_batch(batch, self.mesh, depth)
         change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
         if change is not None:
             raise ValueError(f"{change}; call release(), change the model, then parallelize it again")

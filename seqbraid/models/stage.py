@@ -51,6 +51,8 @@ class Travelling(NamedTuple):
     """The sums of `router_sums` over the layers so far; None without a router's loss."""
     expert_counts: Tensor | None = None
     """Stays on its rank, as in `LocalLoss`."""
+    embeds_1TD: Tensor | None = None
+    """What the first layer was given, media included; None without multi-token prediction."""
 
 
 class StageCall(NamedTuple):
@@ -61,6 +63,8 @@ class StageCall(NamedTuple):
     """What the stage before has sent; None on the first."""
     router_2E: Tensor | None
     """The sums of routers over all layers before; None without a router's loss."""
+    embeds_TD: Tensor | None = None
+    """What the first layer was given; None on the first stage, and without multi-token prediction."""
 
 
 class Pipeline(Protocol):
@@ -76,6 +80,7 @@ class Pipeline(Protocol):
         after: Callable[[int], None] | None = None,
         *,
         with_router: bool = False,
+        with_mtp: bool = False,
     ) -> list[Any]:
         """Let each batch pass through all stages, and back where gradients are enabled. What the calls of the
         last stage give, in the order of the batches; nothing on ranks without it.
@@ -136,6 +141,9 @@ def keep_stages(parts: ModelParts, stages: Sequence[Stage]) -> ModelParts:
         if parts.final_norm is not None:
             kept["final_norm"] = None
             gone.append((parts.final_norm, nn.Identity()))
+        if parts.mtp is not None:
+            kept["mtp"] = None
+            gone.append((parts.mtp.module, Elsewhere()))
     stand_ins = {id(module): stand_in for module, stand_in in gone}
     for holder in list(parts.model.modules()):
         for name, child in holder.named_children():
@@ -191,10 +199,6 @@ def check_stages(parts: ModelParts) -> None:
     do it again.
     """
     name = type(parts.model).__name__
-    if parts.mtp is not None:
-        raise ValueError(
-            f"{name} has multi-token prediction (mtp), which pipeline stages do not do; use pp=1"
-        )
     weight = parts.model.get_input_embeddings().weight
     hidden = torch.zeros(1, 2, int(parts.config.hidden_size), dtype=weight.dtype, device=weight.device)
     # Masks, which no layer sees, are made by looking at numbers, of which a meta device has none.

@@ -16,6 +16,7 @@ from .local_tokens import TokenLoss
 from .output import LocalLoss, StepOutput
 from .own_loss import OwnLoss
 from .stage import StageCall, Travelling
+from .step_loss import MTP_SUMS
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,10 @@ def _through_stages(
         counts = _added(counts, found.expert_counts)
         return found
 
-    found = model.pipeline.run(batches, call, after, with_router=has_router)
+    depth = batches[0].mtp_depth
+    found = model.pipeline.run(batches, call, after, with_router=has_router, with_mtp=depth > 0)
     total = torch.zeros((), dtype=model.pipeline.wide, device=model.device)
-    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=model.device)
+    sums = torch.zeros(len(batches), 3 + MTP_SUMS * depth, dtype=torch.float64, device=model.device)
     if found:
         total = torch.stack([local.loss.detach() for local in found]).sum()
         sums = torch.stack([local.sums for local in found])

@@ -65,7 +65,7 @@ class TensorPlan:
 
     def kept(self, parts: ModelParts) -> TensorPlan:
         """Of the pipeline stages that a rank has left."""
-        own = {layer.index for layer in parts.layers}
+        own = {layer.index for layer in parts.every_layer}
         regions = tuple(layer if index in own else () for index, layer in enumerate(self.regions))
         embedding, head = (
             replace(self.embedding, module=parts.embedding),

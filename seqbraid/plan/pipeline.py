@@ -119,7 +119,12 @@ def stage_costs(parts: ModelParts) -> tuple[list[float], float, float]:
         for p in tower.module.parameters()
         if p.ndim >= 2
     )
-    return layers, before, 2.0 * parts.head.weight.numel()
+    behind = 2.0 * parts.head.weight.numel()
+    if parts.mtp is not None:  # on the last stage, with the head once more for each depth
+        depths = parts.mtp.of_depths
+        own = 2.0 * parts.mtp.module.fc.weight.numel()
+        behind += sum(behind + own + _layer_cost(parts, layer) for layer in depths)
+    return layers, before, behind
 
 
 def _merged(tower: Any) -> int:

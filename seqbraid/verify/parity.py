@@ -18,6 +18,7 @@ from ..comm.group import Group
 from ..data.pack import pack
 from ..distributed.api import parallelize
 from ..mesh import Mesh
+from ..models.mtp_module import MtpOptions
 from ..models.output import StepOutput
 from ..models.step import forward_backward
 from ..plan.pipeline import PipelineOptions
@@ -133,17 +134,17 @@ def packed_step(
     **layout: Any,
 ) -> Measurement:
     """The same step through the public surface, of this data rank's samples."""
+    mtp = mtp_options(model)
     with fresh_gradients(model):
         braided = parallelize(model, mesh, gated_delta, pipeline=pipeline)
         try:
             parts = [[samples[i] for i in row] for row in rows_of(len(samples), 1, micro_batches)]
-            mtp = mtp_options(model)
             depth = 0 if mtp is None else mtp.depth
             batches = [pack(part, model.config, mesh, mtp_depth=depth, **layout) for part in parts]
             logits = [x for batch in batches for x in braided.logits(batch)]
             loss = None if objective is None else objective.of_tokens
             output = forward_backward(braided, batches, loss)
-            mean_loss = _whole_loss(output, model)
+            mean_loss = _whole_loss(output, model, mtp)
             gradients = _whole(
                 {
                     braided.copies.get(name, name): torch.zeros_like(p) if p.grad is None else p.grad
@@ -157,8 +158,8 @@ def packed_step(
     return Measurement(mean_loss.detach(), logits, gradients)
 
 
-def _whole_loss(output: StepOutput, model: PreTrainedModel) -> Tensor:
-    loss, mtp = output.mean_loss, mtp_options(model)
+def _whole_loss(output: StepOutput, model: PreTrainedModel, mtp: MtpOptions | None) -> Tensor:
+    loss = output.mean_loss
     if mtp is not None and output.mtp_loss is not None:
         loss = loss + mtp.loss_factor * output.mtp_loss
     if output.aux_loss is None:

@@ -41,6 +41,9 @@ TEXT: list[tuple[str, Changes, int, dict[str, int], list[dict[str, Any]]]] = [
     ("qwen3_next", {}, 2, {"ring": 2, "ep": 2}, [{}]),
     ("qwen3_next", {}, 2, {"tp": 2, "ep": 2}, [{}]),
     ("qwen3_next", {}, 2, {"dp_shard": 2}, [{"micro_batches": 2}]),
+    ("qwen3_5", {"tie_word_embeddings": True}, 3, {"pp": 2}, [{"micro_batches": 3}]),
+    ("qwen3_5", {"tie_word_embeddings": True}, 3, {"pp": 2, "ring": 2}, [{}]),
+    ("qwen3_next", {}, 2, {"pp": 2, "tp": 2}, [{}]),
     ("qwen3_5", {"mtp_num_hidden_layers": 2}, 3, {"dp_shard": 2, "ring": 2}, [{}]),  # two layers in turn
 ]
 
@@ -99,7 +102,7 @@ def test_all_depths_equal_each_sample_alone(folder: Path, case: Any) -> None:
             assert holds, (mesh, worst)
 
 
-@pytest.mark.parametrize("mesh", [{"ring": 2, "ulysses": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"ring": 2, "ulysses": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_media_are_predicted_from_as_they_were_seen(folder: Path, mesh: dict[str, int]) -> None:
     changes = {"media": True}
     path = references(folder, "qwen3_5", changes, 2, 1, 1)
