@@ -47,6 +47,9 @@ def seen_by_decoder(model: PreTrainedModel) -> Iterator[Seen]:
     angles of the positions as the stock model counts them.
     """
     parts, seen = ModelParts.of(model), Seen([], [], [])
+    if parts.mtp is None:
+        yield seen
+        return
 
     def first(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.embeds.append(args[0] if args else kwargs["hidden_states"])
