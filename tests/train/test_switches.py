@@ -17,7 +17,7 @@ from seqbraid.train.config import CheckpointConfig, MeshConfig, TrainConfig
 from seqbraid.train.config_file import parse_config
 from seqbraid.train.log import current_records
 from tests.helpers.ranks import run
-from tests.helpers.runs import DATA_RANKS, RING, assert_same_curves, config, everything, logged, train
+from tests.helpers.runs import DATA_RANKS, RING, ROW, assert_same_curves, config, everything, logged, train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 
@@ -83,7 +83,7 @@ def test_another_state_of_the_same_optimizer_is_refused(folder: Path, tmp_path: 
 
 def test_spikes_are_skipped_alike_on_every_mesh_and_after_a_resume(folder: Path, tmp_path: Path) -> None:
     """So close to the median that some steps of an ordinary run are above it."""
-    step = {"steps": 22, "skip_spikes": 1.001, "clip_norm": None, "lr": 1e-5}
+    step = {"steps": 22, "batch_tokens": ROW, "skip_spikes": 1.001, "clip_norm": None, "lr": 1e-5}
 
     def job(out: str, **changes: Any) -> TrainConfig:
         kept = CheckpointConfig(every=18, keep=9)

@@ -15,16 +15,17 @@ from .whole import WholeMatrices, box_of
 
 
 def layer_matrices(model: nn.Module) -> frozenset[int]:
-    """Ids of what Muon steps: matrices of decoder layers and of the blocks of media encoders, and experts,
-    each of which is a matrix.
+    """Ids of what Muon steps: matrices of layers (of multi-token prediction too) and of the blocks of media
+    encoders, and experts, each of which is a matrix.
     """
     parts = model.parts if isinstance(model, BraidedModel) else ModelParts.of(model)
-    blocks = [layer.module for layer in parts.layers] + [b for tower in parts.towers for b in tower.blocks]
+    blocks = [layer.module for layer in parts.every_layer]
+    blocks += [block for tower in parts.towers for block in tower.blocks]
     embeddings = {id(m.weight) for block in blocks for m in block.modules() if isinstance(m, nn.Embedding)}
     found = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2} - embeddings
     found |= {
         id(p)
-        for layer in parts.layers
+        for layer in parts.every_layer
         for module in layer.experts
         for p in module.parameters()
         if p.ndim == 3
