@@ -32,6 +32,11 @@ TERMINALS = {
 }
 """By the picture's name, what Python is given on a terminal."""
 
+RUN = "out/screens/run"
+TRAIN = f"-m seqbraid train examples/qwen3_vl/config.yaml --out={RUN} --resume=auto --train.steps=20"
+TALK = f"-m seqbraid chat {RUN} --temperature 0 --image out/examples/shapes/media/eval0_0.png"
+TYPED = ("What is in the picture?", "What is in the picture?")
+
 PAGES = {"page_pictures": "pictures.html", "page_documents": "documents.html", "page_sounds": "sounds.html"}
 """By the picture's name, a page in the folder of pictures."""
 
@@ -42,29 +47,25 @@ def tmux(*arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def on_terminal(arguments: Sequence[str]) -> str:
-    """What a terminal shows when a command has ended, with the codes of its colors."""
-    done = "seqbraid-screen-is-done"
-    command = shlex.join([sys.executable, *arguments])
+def on_terminal(arguments: Sequence[str], typed: Sequence[str] = ()) -> str:
+    """What a terminal shows when a command has ended, with the codes of its colors; lines are typed where it
+    asks for them, and then Ctrl-D.
+    """
+    done, waiting = "seqbraid-screen-is-done", list(typed)
+    command = f"clear; export COLORTERM=truecolor; {shlex.join([sys.executable, *arguments])}; echo {done}"
     # As tall as it may become, so that nothing scrolls out of it.
     tmux("new-session", "-d", "-s", "screen", "-x", str(COLUMNS), "-y", str(LINES), "-c", str(ROOT), "sh")
     try:
-        tmux(
-            "send-keys",
-            "-t",
-            "screen",
-            f"clear; export COLORTERM=truecolor; {command}; echo {done[:8]}{done[8:]}",
-            "Enter",
-        )
+        tmux("send-keys", "-t", "screen", command, "Enter")
         until = time.monotonic() + LIMIT_S
         while time.monotonic() < until:
-            shown = tmux("capture-pane", "-e", "-p", "-t", "screen")
-            lines = shown.rstrip().splitlines()
-            if any(line.strip() == done for line in lines):
-                last = next(number for number, line in enumerate(lines) if line.strip() == done)
-                return "\n".join(lines[1:last])
             time.sleep(0.5)
-        raise TimeoutError(f"{command} has not ended after {LIMIT_S:g} s:\n{shown}")
+            lines = tmux("capture-pane", "-e", "-p", "-t", "screen").rstrip().splitlines()
+            if done in [line.strip() for line in lines]:
+                return "\n".join(lines[: [line.strip() for line in lines].index(done)])
+            if typed and lines and lines[-1].strip() == ">":
+                tmux("send-keys", "-t", "screen", *([waiting.pop(0), "Enter"] if waiting else ["C-d"]))
+        raise TimeoutError(f"{command} has not ended after {LIMIT_S:g} s")
     finally:
         tmux("kill-server")
 
@@ -96,8 +97,9 @@ def main() -> None:
     browser()
     OUT.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, ROOT / "examples" / "make_data.py"], cwd=ROOT, check=True)
-    for name, command in TERMINALS.items():
-        shown = Text.from_ansi(on_terminal(command.split()))
+    talks = {"train": TRAIN, "chat": TALK}
+    for name, command in {**TERMINALS, **talks}.items():
+        shown = Text.from_ansi(on_terminal(command.split(), TYPED if command == TALK else ()))
         console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
         console.print(shown)
         drawing = OUT / f"{name}.svg"
