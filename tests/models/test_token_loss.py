@@ -262,6 +262,12 @@ def reference_on_another_mesh() -> None:
         reference.token_logprobs(sb.pack(samples(), model.model.config, mesh))
 
 
+def values_of_stages(name: str) -> None:
+    mesh = Mesh(pp=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    getattr(model, name)(sb.pack(samples(), model.model.config, mesh))
+
+
 def temperature_of_one_rank(value: Any) -> None:
     mesh = Mesh(ring=2)
     model = sb.parallelize(tiny_model("llama"), mesh)
@@ -289,6 +295,9 @@ def second_backward() -> None:
         (step_with, (mean_of_none, {"tp": 2}), r"call .sum\(\) on it"),
         (step_with, (None, None, field_of_one_rank), "field 'advantages' has 31 entries for 30"),
         (step_with, (None, None, fields_that_differ), "share a row but packed different samples"),
+        (step_with, (mean_of_none, {"pp": 2}), "a loss of your own is not supported with pp=2"),
+        (values_of_stages, ("token_logprobs",), "token_logprobs is not supported with pp=2"),
+        (values_of_stages, ("hidden_states",), "hidden_states is not supported with pp=2"),
         (reference_on_another_mesh, (), "pass the model's mesh to pack"),
         (temperature_of_one_rank, (0.0,), "temperature=0.0 is not a number above 0"),
         (temperature_of_one_rank, (0.5,), "temperature=0.5"),
