@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,6 +20,7 @@ from seqbraid.models.tiny.media import mixed_samples, tiny_media_config, tiny_me
 from seqbraid.models.tiny.mtp import with_mtp
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.memory import MemoryOptions
+from seqbraid.plan.pipeline import PipelineOptions
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from tests.distributed.test_units import whole
 from tests.helpers import ranks
@@ -44,6 +46,7 @@ TEXT: list[tuple[str, Changes, int, dict[str, int], list[dict[str, Any]]]] = [
     ("qwen3_5", {"tie_word_embeddings": True}, 3, {"pp": 2}, [{"micro_batches": 3}]),
     ("qwen3_5", {"tie_word_embeddings": True}, 3, {"pp": 2, "ring": 2}, [{}]),
     ("qwen3_next", {}, 2, {"pp": 2, "tp": 2}, [{}]),
+    ("qwen3_next", {}, 2, {"pp": 2}, [{"pipeline": PipelineOptions("interleaved"), "micro_batches": 3}]),
     ("qwen3_5", {"mtp_num_hidden_layers": 2}, 3, {"dp_shard": 2, "ring": 2}, [{}]),  # two layers in turn
 ]
 
@@ -137,3 +140,24 @@ def test_no_switch_for_memory_changes_a_gradient() -> None:
             for name, gradient in expected.items():
                 error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-4 * size)
                 assert error < 5e-5, (name, float(error), options)
+
+
+def saved_by_stages(folder: Path) -> None:
+    model = build("qwen3_5", {"tie_word_embeddings": True}, 2)
+    mesh = Mesh(pp=2)
+    braided = sb.parallelize(model, mesh, pipeline=PipelineOptions("interleaved"))
+    rows = [random_samples(lengths, 97, seed=3) for lengths in ((30, 2, 1), (9, 4))]
+    forward_backward(braided, [sb.pack(row, model.config, mesh, mtp_depth=2) for row in rows])
+    braided.save_pretrained(folder)
+
+
+def test_stages_save_each_tensor_once(tmp_path: Path) -> None:
+    ranks.run(saved_by_stages, 2, tmp_path)
+    found: dict[str, Tensor] = {}
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    wanted = dict(build("qwen3_5", {"tie_word_embeddings": True}, 2).named_parameters())
+    assert found.keys() == wanted.keys() and "lm_head.weight" not in found
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

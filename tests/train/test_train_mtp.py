@@ -52,7 +52,7 @@ def test_the_curve_is_that_of_one_process_and_a_run_resumes_and_is_exported(
     shutil.copytree(begun, elsewhere)
     run(train, 2, config(shapes, begun, **common, mesh=MeshConfig(ring=2)), limit=240.0)
     assert losses(begun) == losses(whole) and _weights(begun) == _weights(whole)
-    run(train, 2, replace(config(shapes, elsewhere, **common), mesh=MeshConfig(tp=2)), limit=240.0)
+    run(train, 2, replace(config(shapes, elsewhere, **common), mesh=MeshConfig(pp=2)), limit=240.0)
     assert furthest(losses(elsewhere), losses(whole)) < 1e-5
     (error,) = errors(train, 1, replace(config(shapes, alone, **common), mtp=MtpConfig()))
     assert "was trained with mtp=" in error.message
