@@ -71,6 +71,7 @@ matrix: $(READY)
 	$(BIN)/python -m tests.verify.matrix --models 20 --seeds 5
 	$(BIN)/python -m tests.verify.matrix --models 2 --seeds 1 --mesh ring=2 dp_shard=2
 	$(BIN)/python -W ignore -m tests.verify.matrix --models 2 --seeds 1 --mesh shared --state out/meshes.jsonl --docs docs/matrix.md
+	$(BIN)/python -W ignore -m tests.verify.matrix --models 2 --seeds 1 --mesh stages --state out/stages.jsonl
 
 # A loss of log-probabilities, entropies and sums over samples on all meshes and families that the tests leave out.
 losses: $(READY)

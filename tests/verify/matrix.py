@@ -27,9 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from seqbraid import Mesh
+from seqbraid.models.parts import ModelParts
+from seqbraid.models.stage import check_stages
+from seqbraid.plan.pipeline import PipelineOptions, cut_into_stages
 from seqbraid.verify.media_mutants import MEDIA_MUTANTS
 from seqbraid.verify.mutants import MUTANTS, RANK_MUTANTS, Mutant
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
+from seqbraid.verify.pipeline_mutants import PIPELINE_MUTANTS
 from seqbraid.verify.reference import Measurement
 from seqbraid.verify.run import PADDED
 from seqbraid.verify.tensor_mutants import TENSOR_MUTANTS
@@ -60,7 +64,9 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step: every second model has three where it is shared."""
+        """Of a step: every second model has three where it is shared; pipeline stages have 4 or 7."""
+        if "pp" in self.mesh:
+            return 7 if self.model % 2 else 4
         return 3 if self.is_shared and self.model % 2 else 1
 
     @property
@@ -106,11 +112,19 @@ MESHES = (
 )
 """What `--mesh shared` stands for: tp and ep alone and beside the other axes."""
 
+STAGES = (
+    *({"pp": 2}, {"pp": 4}),
+    *({"pp": 2, axis: 2} for axis in ("ring", "ulysses", "tp", "dp_shard", "dp_replicate")),
+    *({"pp": 2, "dp_shard": 2, "ring": 2, "ep": 2}, {"pp": 2, "ring": 2, "tp": 2}, {"pp": 2, "ulysses": 4}),
+)
+"""What `--mesh stages` stands for: pipeline stages alone and beside the other axes."""
+
 
 def mutants_of(model: Any, case: Case) -> list[Mutant]:
     """The defects that this model on this mesh can have."""
     if case.world_size > 1:
-        known = [m for m in (*RANK_MUTANTS, *TENSOR_MUTANTS, *MEDIA_MUTANTS) if m.mesh == case.mesh]
+        every = (*RANK_MUTANTS, *TENSOR_MUTANTS, *MEDIA_MUTANTS, *PIPELINE_MUTANTS)
+        known = [m for m in every if m.mesh == case.mesh]
     else:
         known = [m for m in (*MUTANTS, *MEDIA_MUTANTS) if m.world_size == 1 and m.check != "blocks"]
     return [m for m in known if _can_have(model.config, case.family, m)]
@@ -131,10 +145,14 @@ def _can_have(config: Any, family: str, mutant: Mutant) -> bool:
     }
     if mutant.name == "KV gradient not summed over tp":
         return bool(text.num_key_value_heads % mutant.tp)
-    if mutant.name == "the routers' loss of each rank alone":  # where it weighs enough to be seen
+    if mutant.name in (
+        "the routers' loss of each rank alone",
+        "router loss per stage",
+    ):  # where it weighs enough to be seen
         return has[mutant.check] and text.router_aux_loss_coef > 0.01
-    if mutant.name == "DeepStack rows not re-indexed":
-        return family in MEDIA and bool(getattr(config.vision_config, "deepstack_visual_indexes", None))
+    if mutant.name in ("DeepStack rows not re-indexed", "a DeepStack layer on the second stage"):
+        levels = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ()
+        return family in MEDIA and len(levels) > ("second stage" in mutant.name)
     return has[mutant.check]
 
 
@@ -221,7 +239,20 @@ def _is_possible(case: Case) -> bool:
         return False
     if case.family in NOT_CUT and "tp" in case.mesh:
         return False
+    if "pp" in case.mesh and not _has_stages(case):
+        return False
     return "ep" not in case.mesh or MEDIA.get(case.family, case.family) in WITH_EXPERTS
+
+
+def _has_stages(case: Case) -> bool:
+    """Whether the model can be cut, and has layers enough, those of DeepStack on the first stage."""
+    parts = ModelParts.of(random_model(case.family, case.model, case.seed, case.is_shared)[0])
+    try:
+        check_stages(parts)
+        cut_into_stages(parts, case.mesh["pp"], PipelineOptions())
+    except ValueError:
+        return False
+    return True
 
 
 def read_state(path: Path) -> dict[str, Found]:
@@ -297,7 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=20, help="random models of each family")
     parser.add_argument("--seeds", type=int, default=5, help="random weights and samples of each model")
     parser.add_argument(
-        "--mesh", nargs="*", default=[""], help="none; for instance ring=2 ring=4,ulysses=2; or shared"
+        "--mesh", nargs="*", default=[""], help="none; ring=2 ring=4,ulysses=2, …; shared; stages"
     )
     parser.add_argument("--docs", type=Path, help="the page whose table is written anew")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after so many")
@@ -305,7 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     meshes: list[dict[str, int]] = []
     for mesh in args.mesh:
-        meshes += MESHES if mesh == "shared" else [{axis: int(size) for axis, size in _pairs(mesh)}]
+        named = {"shared": MESHES, "stages": STAGES}
+        meshes += named[mesh] if mesh in named else [{axis: int(size) for axis, size in _pairs(mesh)}]
     wanted = list(cases(args.families, args.models, args.seeds, meshes))
     end = perf_counter() + 60 * args.minutes
     known = read_state(args.state)
