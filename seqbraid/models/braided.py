@@ -22,18 +22,10 @@ from ..ops.table import make_kernels
 from ..sequence_parallel.context import StepContext
 from . import values
 from .adapter import DecoderOutput
-from .agreement import (
-    Agreed,
-    agree_on_step,
-    check_batch,
-    check_no_autocast,
-    check_not_cut,
-    config_values,
-    trained,
-    whole_numbers,
-)
+from .agreement import Agreed, agree_on_step, check_not_cut, whole_numbers
 from .backward_once import backward_once
 from .batch import PackedBatch
+from .call_checks import call_settings, check_call, stage_settings
 from .local_tokens import TokenLogprobs
 from .media_adapter import make_adapter
 from .mtp_step import sums_of_depths
@@ -285,11 +277,12 @@ class BraidedModel(nn.Module):
             if error is not None:
                 raise error
             known = whole_numbers(seed=seed, **numbers)
-            self._check(batches, known["seed"])
-            alike = {"the call": call, **known, **self._settings()}
+            check_call(self, self.mesh, self._adapter, self._unchanged, self.tensor, batches, known["seed"])
+            settings = call_settings(self.mesh, self._adapter, self.gated_delta)
+            alike = {"the call": call, **known, **settings}
         except Exception as problem:
             error = problem
-        of_stage = 0 if self.mesh.pp == 1 else zlib.crc32(repr(self._of_stage()).encode())
+        of_stage = 0 if self.mesh.pp == 1 else zlib.crc32(repr(stage_settings(self.model)).encode())
         return agree_on_step(self.mesh, error, batches, alike, counts, flag, of_stage)
 
     @contextmanager
@@ -363,36 +356,3 @@ class BraidedModel(nn.Module):
             batch.plans, ring, ulysses, sequence, row, self.gated_delta, seed, keys, self.kernels
         )
         return self._adapter.decode(batch, context, with_router, with_mtp, call)
-
-    def _settings(self) -> dict[str, Any]:
-        """What decides which exchanges a step makes, and what its sums mean: the same on every rank."""
-        return {
-            "gated_delta": self.gated_delta,
-            "training mode": self._adapter.is_training,
-            "grad mode": torch.is_grad_enabled(),
-            "config": config_values(self._adapter.config),
-            "mtp": repr(self._adapter.mtp),
-            **(self._of_stage() if self.mesh.pp == 1 else {}),
-        }
-
-    def _of_stage(self) -> dict[str, Any]:
-        """The same on every rank of a pipeline stage."""
-        dtypes = sorted({str(p.dtype) for p in self.model.parameters()})
-        return {"requires_grad of": trained(self.model), "dtypes of parameters": dtypes}
-
-    def _check(self, batches: Sequence[PackedBatch], seed: int | None) -> None:
-        depth = 0 if self._adapter.mtp is None else self._adapter.mtp.depth
-        for batch in batches:
-            check_batch(batch, self.mesh, depth)
-        change = self._unchanged.difference(self.model, self, self.parts.layer_list[-1])
-        if change is not None:
-            raise ValueError(f"{change}; call release(), change the model, then parallelize it again")
-        shared = frozenset[int]() if self.tensor is None else self.tensor.inside
-        for name, module in self._adapter.dropping.items() if shared else ():
-            if id(module) in shared:
-                raise ValueError(
-                    f"{type(self.model).__name__} trains with dropout at {name!r}, among heads or channels "
-                    f"that tp={self.mesh.tp} shares out; set it to 0 or use tp=1"
-                )
-        check_no_autocast()
-        self._adapter.check_step(batches, seed)

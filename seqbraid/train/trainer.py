@@ -30,6 +30,7 @@ from .identity import agree_on_model, check_same_model
 from .log import check_sinks
 from .lora import save_adapter
 from .metrics import StepCounts, StepMeter
+from .news import News
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
 from .optimizer import check_entries, gradients_by_parameter, make_optimizer
 from .profile_steps import StepProfiler
@@ -46,7 +47,6 @@ from .setup import (
     set_group_timeouts,
 )
 from .signals import stop_on_signals
-from .summary import lost_reasoning
 from .update import update
 from .weights import split_revision
 
@@ -144,8 +144,9 @@ class Trainer:
         """Train to the end, or until a signal asks to stop; the last step is always saved."""
         with (
             stop_on_signals(self, says=self.mesh.rank == 0),
-            run_sinks(self.folder, self.config, self.mesh, self.step + 1) as self.sinks,
+            run_sinks(self.folder, self.config, self.mesh, self.step + 1) as sinks,
         ):
+            self.news = News(sinks, self.mesh.cpu_group)
             try:
                 ending = self._run()
             except BaseException as error:
@@ -160,15 +161,13 @@ class Trainer:
 
     def _run(self) -> Ending:
         self.where.starts(f"preparing the samples of step {self.step + 1}")
-        with raised_by_all(self.mesh.cpu_group):
-            for change in self.changes:
-                self.sinks.event("changed", step=self.step, what=change)
-                self.sinks.say(change)
-            if self.chosen is not None:
-                kind = "chosen" if self.config.memory.checkpointing == "auto" else "memory"
-                self.sinks.event(kind, step=self.step, what=self.chosen)
-                self.sinks.say(self.chosen)
-        profiler = StepProfiler(self.config.train.profile, self.folder, self.mesh.rank, self.sinks.say)
+        found = [("changed", change) for change in self.changes]
+        if self.chosen is not None:
+            kind = "chosen" if self.config.memory.checkpointing == "auto" else "memory"
+            found.append((kind, self.chosen))
+        self.news.start(self.step, found)
+        say = self.news.sinks.say
+        profiler = StepProfiler(self.config.train.profile, self.folder, self.mesh.rank, say)
         self.meter.start()
         stopped = False
         try:
@@ -184,7 +183,7 @@ class Trainer:
                 with profiler.around(self.step + 1):
                     stopped = self._step(data)
             if self.best.stops:
-                self._say_stopped_early()
+                self.news.stopped_early(self.step, self.best.sentence())
             stopped = stopped and not (self._done() or self.loader.at_end)
             if self.saved != self.step:
                 self._save()
@@ -214,9 +213,7 @@ class Trainer:
         data = next(self.loader, None)
         before, self.without_reasoning = self.without_reasoning, self.loader.without_reasoning
         if self.without_reasoning and not before:
-            with raised_by_all(self.mesh.cpu_group):
-                self.sinks.event("reasoning left out", turns=self.without_reasoning)
-                self.sinks.say(lost_reasoning(self.without_reasoning))
+            self.news.reasoning_left_out(self.without_reasoning)
         return data
 
     def _step(self, data: StepData) -> bool:
@@ -256,7 +253,7 @@ class Trainer:
         if self.model.pipeline is not None:
             metrics["pipeline_bubble"] = self.model.pipeline.waiting()
         if done.skipped:
-            self._say_skipped(done.skipped)
+            self.news.skipped(self.step, done.skipped)
         self._after_step({**metrics, **done.metrics}, agreed.flag)
         return agreed.flag
 
@@ -276,21 +273,11 @@ class Trainer:
         """A step without a label counts, also for the learning rate, but changes no weight and no moment."""
         self.step += 1
         self.progress = self._progress(self.step)
-        self._say_skipped(f"none of its {agreed.counts['tokens']:,} tokens has a label")
+        self.news.skipped(self.step, f"none of its {agreed.counts['tokens']:,} tokens has a label")
         if self._done() or self.loader.at_end:
             self._check_trained()
         self._after_step({}, agreed.flag)
         return agreed.flag
-
-    def _say_stopped_early(self) -> None:
-        with raised_by_all(self.mesh.cpu_group):
-            self.sinks.event("stopped early", step=self.step, reason=self.best.sentence())
-            self.sinks.say(self.best.sentence())
-
-    def _say_skipped(self, reason: str) -> None:
-        with raised_by_all(self.mesh.cpu_group):
-            self.sinks.event("skipped", step=self.step, reason=reason)
-            self.sinks.say(f"step {self.step} is skipped: {reason}")
 
     def _check_trained(self) -> None:
         """Refuse to end as if something had been trained."""
@@ -316,8 +303,7 @@ class Trainer:
         self.where.at("writing the log")
         self.latest |= metrics
         if metrics:
-            with raised_by_all(self.mesh.cpu_group):
-                self.sinks.log(self.step, metrics)
+            self.news.log(self.step, metrics)
         self._report(self.checkpoints.poll())
         if improved or stop or self._done() or (checkpoint.every and self.step % checkpoint.every == 0):
             self._save()
@@ -356,19 +342,12 @@ class Trainer:
     def _report(self, events: list[Published | Failed]) -> None:
         if not events:
             return
-        with raised_by_all(self.mesh.cpu_group):
-            for event in events:
-                if isinstance(event, Published):
-                    self.published = event.path.name
-                    self.sinks.event("checkpoint", step=event.step, seconds=event.seconds)
-                else:
-                    self.sinks.event("checkpoint failed", step=event.step, reason=event.reason)
-                    kept = f"the last one is {self.published}" if self.published else "there is none"
-                    self.sinks.say(
-                        f"the checkpoint of step {event.step} COULD NOT BE WRITTEN ({event.reason}); "
-                        f"{kept}. The run continues, since checkpoint.on_error=continue"
-                    )
-                    self.best.lost(event.step)
+        self.news.checkpoints(events, self.published)
+        for event in events:
+            if isinstance(event, Published):
+                self.published = event.path.name
+            else:
+                self.best.lost(event.step)
 
     def _last(self) -> tuple[Path | None, dict[str, Any] | None]:
         """The checkpoint to go on from, and its state."""

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import seqbraid as sb
+from seqbraid.models.agreement import config_values
 from seqbraid.models.attention import no_mask
-from seqbraid.models.braided import config_values
 from seqbraid.models.tiny.decoders import COMMON, tiny_model
 from seqbraid.models.tiny.samples import random_samples
 

@@ -12,6 +12,7 @@ import pytest
 from seqbraid.train.checkpoint.checkpoints import Checkpoints, Failed
 from seqbraid.train.config import CheckpointConfig, MeshConfig, TrainConfig
 from seqbraid.train.log import Sinks
+from seqbraid.train.news import News
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
 from tests.helpers.checkpoints import published, small_disk
@@ -121,7 +122,7 @@ def test_the_best_of_a_run_may_fail_too(examples: Path, tmp_path: Path) -> None:
 def test_a_best_that_could_not_be_saved_is_none(examples: Path, tmp_path: Path) -> None:  # noqa: F811
     alone = config(examples, tmp_path, "tiny:qwen3")
     trainer = Trainer(alone, make_mesh(alone))
-    trainer.sinks = Sinks()
+    trainer.news = News(Sinks(), None)
     before, best = {"step": 2, "eval_loss": 1.5}, {"step": 3, "eval_loss": 1.25}
     trainer.best.before, trainer.best.now = before, best
     trainer._report([Failed(2, "the disk is full")])

@@ -53,7 +53,7 @@ def _with_a_full_disk(config: TrainConfig) -> None:
             raise OSError("no space left")
 
         if trainer.step == 2:
-            trainer.sinks._write = write  # type: ignore[method-assign]
+            trainer.news.sinks._write = write  # type: ignore[method-assign]
 
     train_with(config, fill)
 
