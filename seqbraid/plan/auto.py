@@ -5,14 +5,15 @@ the smallest change that makes a step fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import nn
 
 from ..mesh import Mesh
-from .estimate import Precision, memory_estimate
+from .estimate import Estimate, Precision, memory_estimate
 from .memory import Checkpointing, MemoryOptions
+from .pipeline import PipelineOptions
 
 LEAST_FIRST: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
@@ -51,11 +52,26 @@ class Choice:
         return said if self.advice is None else f"{said}. That may be too much: {self.advice}"
 
 
-class Takes(Protocol):
-    """Bytes that a step is estimated to take."""
+@dataclass(frozen=True)
+class PlannedStep:
+    """What is estimated, but for the switches of memory."""
 
-    def __call__(self, memory: MemoryOptions, mesh: Mesh | None = None, row_tokens: int | None = None) -> int:
-        """With these switches; on another mesh, or with rows of another length."""
+    model: nn.Module
+    mesh: Mesh
+    precision: Precision = "mixed"
+    row_tokens: int = 8192
+    fused: bool = False
+    optimizer: str | float = "adamw"
+    pipeline: PipelineOptions | None = None
+
+    def estimate(self, memory: MemoryOptions) -> Estimate:
+        """See `memory_estimate`."""
+        asked = {field.name: getattr(self, field.name) for field in fields(self)}
+        return memory_estimate(memory=memory, **asked)
+
+    def takes(self, memory: MemoryOptions) -> int:
+        """Bytes of a device."""
+        return self.estimate(memory).total
 
 
 @dataclass(frozen=True)
@@ -74,93 +90,52 @@ class Fit:
         return f"{said} {of}" if self.advice is None else f"{said} {of}, which may be too much: {self.advice}"
 
 
-def fit(
-    model: nn.Module,
-    mesh: Mesh,
-    memory: MemoryOptions,
-    device_bytes: int,
-    precision: Precision = "mixed",
-    row_tokens: int = 8192,
-    fused: bool = False,
-    optimizer: str | float = "adamw",
-) -> Fit:
-    """The estimate of a step beside the device, and what to change where it does not fit.
-
-    Args:
-        model, mesh, memory, precision, row_tokens, fused, optimizer: as `memory_estimate` has them.
-        device_bytes: of a device; the smallest among the ranks.
+def fit(step: PlannedStep, memory: MemoryOptions, device_bytes: int) -> Fit:
+    """The estimate of a step beside the device, the smallest among the ranks, and what to change where it
+    does not fit.
     """
     limit = int(device_bytes * (1 - RESERVE))
-    takes = _takes(model, mesh, precision, row_tokens, fused, optimizer)
-    estimate = takes(memory)
-    return Fit(
-        estimate, limit, None if estimate <= limit else _advice(memory, takes, limit, mesh, row_tokens)
-    )
+    estimate = step.takes(memory)
+    return Fit(estimate, limit, None if estimate <= limit else _advice(step, memory, limit))
 
 
-def _takes(
-    model: nn.Module, mesh: Mesh, precision: Precision, row_tokens: int, fused: bool, optimizer: str | float
-) -> Takes:
-    def takes(options: MemoryOptions, on: Mesh | None = None, row: int | None = None) -> int:
-        return memory_estimate(
-            model, on or mesh, options, precision, optimizer, row_tokens=row or row_tokens, fused=fused
-        ).total
-
-    return takes
-
-
-def choose_checkpointing(
-    model: nn.Module,
-    mesh: Mesh,
-    memory: MemoryOptions,
-    device_bytes: int,
-    precision: Precision = "mixed",
-    row_tokens: int = 8192,
-    fused: bool = False,
-    optimizer: str | float = "adamw",
-) -> Choice:
+def choose_checkpointing(step: PlannedStep, memory: MemoryOptions, device_bytes: int) -> Choice:
     """The first of none, selective and full checkpointing whose step fits a device; full where none does.
 
     Args:
-        model, mesh, precision, row_tokens, fused, optimizer: as `memory_estimate` has them.
+        step: of the run.
         memory: the other switches, which stay as they are.
         device_bytes: of a device; the smallest among the ranks, so that all choose the same.
     """
     limit = int(device_bytes * (1 - RESERVE))
-    takes = _takes(model, mesh, precision, row_tokens, fused, optimizer)
     candidates: Sequence[Checkpointing] = LEAST_FIRST[1:] if memory.offload else LEAST_FIRST
     estimates: dict[str, int] = {}
     for checkpointing in candidates:
-        estimates[checkpointing] = takes(replace(memory, checkpointing=checkpointing))
+        estimates[checkpointing] = step.takes(replace(memory, checkpointing=checkpointing))
         if estimates[checkpointing] <= limit:
             return Choice(checkpointing, estimates, limit)
-    return Choice(
-        "full",
-        estimates,
-        limit,
-        _advice(replace(memory, checkpointing="full"), takes, limit, mesh, row_tokens),
-    )
+    return Choice("full", estimates, limit, _advice(step, replace(memory, checkpointing="full"), limit))
 
 
-def _advice(memory: MemoryOptions, takes: Takes, limit: int, mesh: Mesh, row_tokens: int) -> str:
+def _advice(step: PlannedStep, memory: MemoryOptions, limit: int) -> str:
     """Switches first, which change no gradient; then shorter rows, and more ranks."""
     changes: list[dict[str, Any]] = [{"checkpointing": kind} for kind in LEAST_FIRST[1:]]
     changes += [{"checkpointing": "full", **more} for more in MORE]
-    tried = memory
     for change in changes:
         if LEAST_FIRST.index(change["checkpointing"]) < LEAST_FIRST.index(memory.checkpointing):
             continue
         tried = replace(memory, **change)
-        if takes(tried) <= limit:
+        if step.takes(tried) <= limit:
             new = {name: value for name, value in change.items() if getattr(memory, name) != value}
             return f"set {' and '.join(f'memory.{name}={_written(value)}' for name, value in new.items())}"
     for part in (2, 4, 8):
-        shorter = row_tokens // part
-        if shorter and takes(memory, None, shorter) <= limit:
+        shorter = step.row_tokens // part
+        if shorter and replace(step, row_tokens=shorter).takes(memory) <= limit:
             return f"set data.row_tokens={shorter}"
+    mesh = step.mesh
     for more in (2, 4, 8, 16, 32, 64):
         wider = replace(mesh, ring=mesh.ring * more, world_size=mesh.world_size * more, rank=0)
-        if takes(memory, wider) <= limit:
+        if replace(step, mesh=wider).takes(memory) <= limit:
             return f"share the row among {more} times as many ranks, with mesh.ring={wider.ring}"
     return "shorten data.row_tokens, or share the row or the parameters among more ranks"
 

@@ -18,14 +18,13 @@ from ..layout.labels import num_targets
 from ..layout.render import layout_table
 from ..mesh import AXES, Mesh, launched
 from ..models.media_adapter import make_adapter
-from ..plan.estimate import memory_estimate
 from ..plan.pipeline import cut_into_stages
 from ..printable import printable
 from .config import MeshConfig, TrainConfig, as_dict
 from .log import check_sinks
-from .optimizer import kept_numbers, make_groups
+from .optimizer import make_groups
 from .optimizers.kinds import Kind
-from .recompute import choose_here, fit_here
+from .recompute import choose_here, fit_here, planned_step
 from .run_folder import check_out
 from .setup import TINY, make_device, make_loader, make_model
 from .summary import lost_reasoning
@@ -53,17 +52,13 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
         table.add_row("stages", f"{config.pipeline.schedule}, of {layers} layers")
     console.print(table)
     console.print(*_batch(config, model, mesh))
-    memory, train = config.memory, config.train
+    memory, device = config.memory, make_device()
     console.print(_optimizer_table(model, config, mesh))
     if memory.checkpointing == "auto":  # for devices like the one here
-        choice = choose_here(config, model, mesh, make_device())
+        choice = choose_here(config, model, mesh, device)
         memory = replace(memory, checkpointing=choice.checkpointing)
         console.print(str(choice))
-    kept, tokens = kept_numbers(model, train), config.data.row_tokens
-    how: dict[str, Any] = {"row_tokens": tokens, "pipeline": config.pipeline}
-    estimate = memory_estimate(model, mesh, memory, config.precision, kept, **how)
-    console.print(estimate.table())
-    device = make_device()
+    console.print(planned_step(config, model, mesh, device).estimate(memory).table())
     found = fit_here(replace(config, memory=memory), model, mesh, device)
     like = "a GPU like the one here" if device.type == "cuda" else "the memory of this host, without a GPU"
     console.print(escape(f"Compared with {like}: {found}"), soft_wrap=True)

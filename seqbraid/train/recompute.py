@@ -18,7 +18,7 @@ from ..mesh import Mesh
 from ..ops.rows import NORM
 from ..ops.table import make_kernels
 from ..ops.triton_status import RowsNeed
-from ..plan.auto import Choice, Fit, choose_checkpointing, fit
+from ..plan.auto import Choice, Fit, PlannedStep, choose_checkpointing, fit
 from ..plan.memory import MemoryOptions
 from .config import TrainConfig
 from .optimizer import kept_numbers
@@ -69,25 +69,25 @@ def fit_here(
 ) -> Fit:
     """How a step compares with a device like this one, or with one of `limit` bytes."""
     limit = device_bytes(device) if limit is None else limit
-    tokens, fused = config.data.row_tokens, _fused(config, device)
-    kept = kept_numbers(model, config.train)
-    return fit(model, mesh, config.memory, limit, config.precision, tokens, fused, kept)
+    return fit(planned_step(config, model, mesh, device), config.memory, limit)
 
 
-def _fused(config: TrainConfig, device: torch.device) -> bool:
+def planned_step(config: TrainConfig, model: nn.Module, mesh: Mesh, device: torch.device) -> PlannedStep:
+    """A step of the run on devices like this one."""
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
-    return make_kernels(config.kernels).choose(NORM, RowsNeed(device, dtype)) == "triton"
+    fused = make_kernels(config.kernels).choose(NORM, RowsNeed(device, dtype)) == "triton"
+    kept = kept_numbers(model, config.train)
+    return PlannedStep(model, mesh, config.precision, config.data.row_tokens, fused, kept, config.pipeline)
 
 
 def choose_here(
     config: TrainConfig, model: nn.Module, mesh: Mesh, device: torch.device, limit: int | None = None
 ) -> Choice:
     """The choice for a device like this one, or for one with `limit` bytes."""
-    tokens, fused = config.data.row_tokens, _fused(config, device)
     limit = device_bytes(device) if limit is None else limit
-    kept = kept_numbers(model, config.train)
+    step = planned_step(config, model, mesh, device)
     try:
-        return choose_checkpointing(model, mesh, config.memory, limit, config.precision, tokens, fused, kept)
+        return choose_checkpointing(step, config.memory, limit)
     except ValueError as error:
         raise ValueError(
             f"memory.checkpointing=auto needs an estimate of the model's memory, which failed: {error}; set "

@@ -33,6 +33,7 @@ from .metrics import StepCounts, StepMeter
 from .news import News
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
 from .optimizer import check_entries, gradients_by_parameter, make_optimizer
+from .optimizers.kinds import Kind
 from .profile_steps import StepProfiler
 from .recompute import settle_checkpointing
 from .run_folder import RunFolder, describe, run_sinks, versions
@@ -80,6 +81,7 @@ class Trainer:
         config = self.config
         self.device = make_device()
         with raised_by_all(mesh.cpu_group):
+            Kind.of(config.train).check_ranks(mesh.world_size)
             base = adapted_weights(config)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
@@ -116,7 +118,7 @@ class Trainer:
         self.latest: dict[str, float] = {}
         """The numbers that were logged last, by name."""
         self.without_reasoning = 0
-        """Turns read so far that are learnt without their reasoning."""
+        """Turns read so far that are trained without their reasoning."""
         self.changes: list[str] = []
         """What a resumed run has otherwise than before."""
         if last is not None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from seqbraid import MemoryOptions, Mesh, parallelize
-from seqbraid.plan.auto import RESERVE, choose_checkpointing
+from seqbraid.plan.auto import RESERVE, PlannedStep, choose_checkpointing, fit
 from seqbraid.plan.estimate import memory_estimate
+from seqbraid.plan.pipeline import PipelineOptions
 from tests.plan.test_estimate import medium
 
 ROW = 1 << 20
@@ -24,9 +25,8 @@ def choose(step_bytes: int, memory: MemoryOptions | None = None):  # type: ignor
     device = int(step_bytes / (1 - RESERVE)) + 1
     with torch.device("meta"):
         model = medium("llama")
-    return choose_checkpointing(
-        model, Mesh(), memory or MemoryOptions("auto"), device, "float32", row_tokens=ROW
-    )
+    step = PlannedStep(model, Mesh(), "float32", ROW)
+    return choose_checkpointing(step, memory or MemoryOptions("auto"), device)
 
 
 def test_the_first_that_fits_is_chosen_and_not_one_byte_earlier() -> None:
@@ -56,6 +56,18 @@ def test_where_nothing_fits_the_smallest_change_is_named() -> None:
 def test_offload_moves_what_checkpoints_keep_so_that_there_are_some() -> None:
     found = choose(1 << 60, MemoryOptions("auto", offload=True))
     assert found.checkpointing == "selective"
+
+
+def test_a_step_is_compared_as_its_pipeline_has_it() -> None:
+    with torch.device("meta"):
+        model, mesh = medium("llama"), Mesh(pp=2, rank=0, world_size=2)
+    found = []
+    for pipeline in (PipelineOptions(stages=[1, 2]), PipelineOptions(stages=[2, 1])):
+        step = PlannedStep(model, mesh, "float32", ROW, pipeline=pipeline)
+        estimate = memory_estimate(model, mesh, None, "float32", row_tokens=ROW, pipeline=pipeline)
+        found.append(fit(step, MemoryOptions(), 1 << 60).estimate)
+        assert found[-1] == step.estimate(MemoryOptions()).total == estimate.total
+    assert found[0] != found[1]
 
 
 def test_parallelize_knows_no_row_and_refuses() -> None:
