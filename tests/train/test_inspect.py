@@ -214,11 +214,11 @@ def test_notices_say_what_would_stop_and_what_is_lost(data: Path) -> None:
     write(data / "bad.jsonl", bad)
     wanted = with_data(settings(data), train=f"{data}/bad.jsonl")
     assert (
-        "STOPS 1 samples cannot be used: the run stops at the first (data.on_bad_sample=error). bad.jsonl:2: "
+        "STOPS 1 sample cannot be used: the run stops at the first (data.on_bad_sample=error). bad.jsonl:2: "
         in texts(run(wanted, data)[0])
     )
     left = texts(run(with_data(wanted, on_bad_sample="skip"), data)[0])
-    assert "1 samples cannot be used: they are left out" in left and "STOPS" not in left
+    assert "1 sample cannot be used: left out" in left and "STOPS" not in left
     pages = with_data(settings(data), train=f"{data}/pages.jsonl")
     over = {
         name: texts(run(with_data(pages, over_long=name), data)[0])
@@ -229,12 +229,16 @@ def test_notices_say_what_would_stop_and_what_is_lost(data: Path) -> None:
         for line in (data / "pages.jsonl").open()
     ]
     long = [length for length in lengths if length > 192]
-    start = f"{len(long)} samples are longer than a row of 192: "
+    start = f"{len(long)} samples longer than a row of 192: "
     assert f"STOPS {start}the run stops at the first (data.over_long=error)" in over["error"]
-    assert f"{start}they are left out" in over["drop"] and "STOPS" not in over["drop"]
-    assert f"{start}they are cut, and lose {sum(long) - 192 * len(long):,} labels" in over["truncate"]
-    assert f"{start}they are split" in over["split"] and f"longest has {max(long):,}" in over["split"]
-    assert "cannot be used: they" not in over["split"]
+    assert f"{start}left out" in over["drop"] and "STOPS" not in over["drop"]
+    assert f"{start}cut, which loses {sum(long) - 192 * len(long):,} labels" in over["truncate"]
+    assert f"{start}split" in over["split"] and f"longest has {max(long):,}" in over["split"]
+    assert "cannot be used" not in over["split"]
+    write(data / "unfit.jsonl", [{"question": "?", "answer": "a"}] * 2)
+    found, printed = run(with_data(wanted, train=f"{data}/unfit.jsonl"), data)
+    assert "STOPS 2 samples cannot be used" in texts(found) and "median" not in printed
+    assert "epochs of the run" not in found.totals
 
 
 def test_reasoning_that_is_left_out_and_padding_are_noticed(data: Path) -> None:

@@ -46,6 +46,15 @@ FORMATS: dict[FormatName, Format] = {
     "tokens": Format(("input_ids",), tokens.parse_tokens, tokens.OPTIONAL),
 }
 
+MEANT = {
+    "messages": ("dialog", "dialogue", "chat", "turns"),
+    "response": ("answer", "assistant", "reply"),
+    "completion": ("target", "continuation"),
+    "text": ("content", "document", "body"),
+    "input_ids": ("tokens", "token_ids", "ids"),
+}
+"""Keys that are none of ours, by what they are likely meant for."""
+
 NOT_TO_IGNORE = {*RECORD_KEYS, *TURN_KEYS, "role", "content", "from", "value"}
 """Keys of conversations, which say what has labels. A key by which another format is known may be ignored: a
 record with it is then not of that format.
@@ -133,7 +142,9 @@ def _missing(name: FormatName, keys: list[Any]) -> str:
 
 
 def _alike(key: str, keys: list[Any]) -> list[str]:
-    return get_close_matches(key, [one for one in keys if isinstance(one, str) and len(one) < 60], 1, 0.7)
+    words = [one for one in keys if isinstance(one, str) and len(one) < 60]
+    meant = [one for one in words if one.lower() in MEANT.get(key, ())]
+    return get_close_matches(key, words, 1, 0.7) or meant[:1]
 
 
 def _needs(name: FormatName) -> str:

@@ -94,6 +94,7 @@ def findings(
         )
     padding = _padding(config, model_config, mesh, survey.rows)
     totals = _totals(config, mesh, survey, media, flops) | {"padding": f"{padding:.1%} of the slots computed"}
+    spreads = [spread for spread in spreads if len(spread.numbers)]
     return Findings(survey, spreads, per_source, totals, notices(config, survey, padding))
 
 
@@ -118,9 +119,9 @@ def _totals(
             f"{about}{round(n * survey.scale):,} {kind}{'s' if kind != 'audio' else ' clips'}"
             for kind, n in media.items()
         )
-    if config.train.steps is not None:
+    if config.train.steps is not None and steps:
         found["epochs of the run"] = (
-            f"{about}{config.train.steps / max(steps, 1):.3g} in {config.train.steps:,} steps"
+            f"{about}{config.train.steps / steps:.3g} in {config.train.steps:,} steps"
         )
     found["time of an epoch"] = _time(config, mesh, survey, tokens, flops)
     return found
@@ -150,10 +151,10 @@ def _time(config: TrainConfig, mesh: Mesh, survey: Survey, tokens: float, flops:
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
     peak = peak_flops(make_device(), dtype)
     if flops is None or not survey.rows:
-        return "unknown: no run has been timed yet"
+        return f"unknown until a run in {config.out} has logged its speed"
     work = flops.step(survey.rows, int(survey.numbers("labels_in_row").sum())) * survey.scale
     if peak is None:
-        return f"unknown for this device: {work:.3g} FLOPs; a run in {config.out} tells"
+        return f"unknown until a run in {config.out} has logged its speed: {work:.3g} FLOPs"
     seconds = timedelta(seconds=round(work / (USUAL_MFU * peak * mesh.world_size)))
     return f"about {seconds} on {mesh.world_size} such devices, at {USUAL_MFU:.0%} of their peak"
 
@@ -184,13 +185,14 @@ def notices(config: TrainConfig, survey: Survey, padding: float) -> list[Notice]
     if survey.num_bad:
         stops = config.data.on_bad_sample == "error"
         first = "; ".join(f"{bad.where}: {bad.reason}" for bad in survey.bad[:1])
-        what = "the run stops at the first (data.on_bad_sample=error)" if stops else "they are left out"
-        found.append(Notice(stops, f"{survey.num_bad:,} samples{part} cannot be used: {what}. {first}"))
+        what = "the run stops at the first (data.on_bad_sample=error)" if stops else "left out"
+        found.append(Notice(stops, f"{_samples(survey.num_bad)}{part} cannot be used: {what}. {first}"))
     if survey.num_over_long:
         found.append(_over_long(config, survey, part))
     no_label = sum(not one.labels_in_row for one in survey.seen)
     if config.data.over_long == "truncate" and no_label:
-        found.append(Notice(False, f"{no_label:,} samples{part} have no label left after the cut: left out"))
+        text = f"{_samples(no_label)}{part} without a label after the cut: left out"
+        found.append(Notice(False, text))
     turns = sum(one.without_reasoning for one in survey.seen)
     if turns:
         share = turns / max(1, int(survey.numbers("turns").sum()))
@@ -227,13 +229,17 @@ def _over_long(config: TrainConfig, survey: Survey, part: str) -> Notice:
     lost = sum(one.labels - one.labels_in_row for one in long)
     what = {
         "error": "the run stops at the first (data.over_long=error)",
-        "drop": "they are left out",
-        "truncate": f"they are cut, and lose {lost:,} labels",
-        "split": "they are split",
+        "drop": "left out",
+        "truncate": f"cut, which loses {lost:,} labels",
+        "split": "split",
     }[config.data.over_long]
     text = (
-        f"{survey.num_over_long:,} samples{part} are longer than a row of {config.data.row_tokens:,}: "
+        f"{_samples(survey.num_over_long)}{part} longer than a row of {config.data.row_tokens:,}: "
         f"{what}. The longest has {max(one.length for one in long):,} tokens; the first: "
         f"{survey.over_long[0]}"
     )
     return Notice(config.data.over_long == "error", text)
+
+
+def _samples(count: int) -> str:
+    return f"{count:,} sample{'s' if count != 1 else ''}"
