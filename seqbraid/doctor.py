@@ -8,7 +8,7 @@ import resource
 import shutil
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from typing import Any
 
 import torch
@@ -31,8 +31,12 @@ PACKAGES = {
     "fla-core": "gated delta layers on a GPU: pip install 'seqbraid[cuda]'",
     "flash-attn-4": "attention on Hopper and Blackwell: pip install 'seqbraid[flash]'",
     "peft": "LoRA: pip install 'seqbraid[lora]'",
+    "trl": "the SFTTrainer on a mesh: pip install 'seqbraid[trl]'",
     "datasets": "parquet and Hub data sets: pip install 'seqbraid[datasets]'",
+    "zstandard": "files that end in .zst: pip install 'seqbraid[zstd]'",
     "jsonargparse": "seqbraid train: pip install 'seqbraid[train]'",
+    "pillow": "images: pip install 'seqbraid[train]'",
+    "tensorboard": "curves of a run: pip install 'seqbraid[train]'",
     "av": "videos: pip install 'seqbraid[video]'",
     "soundfile": "audio: pip install 'seqbraid[audio]'",
 }
@@ -40,6 +44,8 @@ PACKAGES = {
 
 FEW_FILES = 4096
 """Open files below which many ranks with loader workers may run out."""
+LITTLE_SHARED = 2**30
+"""Bytes of shared memory below which NCCL may run out between several GPUs; containers often have 64 MiB."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +102,28 @@ def examine() -> Report:
     """Look at this machine; packages of kernels are compared with plain maths, as in a first step."""
     packages, advice = _packages()
     machine = _machine()
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files < FEW_FILES:
-        advice.append(f"only {files} open files are allowed: raise it with `ulimit -n {2 * FEW_FILES}`")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    advice += _limits(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _shared_memory(), gpus)
     kernels = [kernel for device, dtype in _devices() for kernel in _kernels(device, dtype)]
     return Report(packages, machine, kernels, advice)
+
+
+def _limits(files: int, shared: int | None, gpus: int) -> list[str]:
+    """What to raise before a run."""
+    advice = []
+    if files < FEW_FILES:
+        advice.append(f"only {files} open files are allowed: raise it with `ulimit -n {2 * FEW_FILES}`")
+    if gpus > 1 and shared is not None and shared < LITTLE_SHARED:
+        advice.append(
+            f"only {_gib(shared)} of shared memory are free, which NCCL uses between GPUs: give a container "
+            "more with `docker run --ipc=host` or `--shm-size=8g`"
+        )
+    return advice
+
+
+def _shared_memory() -> int | None:
+    """Free bytes of it."""
+    return shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
 
 
 def _packages() -> tuple[list[Package], list[str]]:
@@ -122,12 +145,18 @@ def _packages() -> tuple[list[Package], list[str]]:
 
 
 def _window() -> dict[str, Requirement]:
-    """What releases of other packages this one asks for."""
+    """What releases of other packages this one asks for, with its extras."""
     try:
-        parsed = [Requirement(line) for line in requires("seqbraid") or ()]
+        about = metadata("seqbraid")
     except PackageNotFoundError:  # run from its folder
         return {}
-    return {r.name: r for r in parsed if r.marker is None or r.marker.evaluate({"extra": ""})}
+    extras = ["", *(about.get_all("Provides-Extra") or ())]
+    parsed = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
+    return {
+        r.name: r
+        for r in parsed
+        if r.marker is None or any(r.marker.evaluate({"extra": extra}) for extra in extras)
+    }
 
 
 def _machine() -> dict[str, str]:
@@ -137,8 +166,8 @@ def _machine() -> dict[str, str]:
         "disk here": f"{_gib(shutil.disk_usage('.').free)} free",
         "open files": str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     }
-    if os.path.isdir("/dev/shm"):
-        found["shared memory"] = f"{_gib(shutil.disk_usage('/dev/shm').free)} free"
+    if (shared := _shared_memory()) is not None:
+        found["shared memory"] = f"{_gib(shared)} free"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found["GPUs"] = str(count) if count else "none: everything runs on the CPU"
     for i in range(count):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from seqbraid import doctor
 from seqbraid.cli import main
@@ -53,9 +57,31 @@ def test_a_release_outside_the_window_is_named(
     assert (advice in lines[0]) if advice else not lines
 
 
+def test_a_package_of_an_extra_has_a_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "version", dict.fromkeys(doctor.PACKAGES, "0.1").__getitem__)
+    assert any("peft 0.1 is outside of the tested versions" in line for line in doctor.examine().advice)
+
+
 def test_few_open_files_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def limit(files: int) -> Any:
         monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (files, files))
         return [line for line in doctor.examine().advice if "open files" in line]
 
     assert limit(1024) and not limit(65536)
+
+
+@pytest.mark.parametrize(("shared", "gpus", "said"), [(64 << 20, 8, True), (64 << 20, 1, False)])
+def test_little_shared_memory_between_gpus_is_said(shared: int, gpus: int, said: bool) -> None:
+    assert bool(doctor._limits(65536, shared, gpus)) == said
+    assert not doctor._limits(65536, 8 << 30, gpus) and not doctor._limits(65536, None, gpus)
+
+
+def test_every_extra_has_a_package_that_is_looked_for() -> None:
+    with (Path(__file__).parents[1] / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    trackers, ours = {"wandb", "mlflow", "trackio"}, {"demo", "dev"}
+    named = set(re.findall(r"seqbraid\[(\w+)\]", " ".join(doctor.PACKAGES.values())))
+    assert named == extras.keys() - trackers - ours
+    for note in doctor.PACKAGES.values():
+        for extra in re.findall(r"seqbraid\[(\w+)\]", note):
+            assert any(Requirement(line).name in doctor.PACKAGES for line in extras[extra])
