@@ -67,7 +67,7 @@ def agree(
     if len({row[1] for row in found}) > 1:  # other settings, or another call altogether
         of_ranks: list[Any] = [None] * len(found)
         dist.all_gather_object(of_ranks, alike, group=handle)
-        raise ValueError(_difference([of_rank or {} for of_rank in of_ranks]))
+        raise ValueError(difference({rank: of_rank or {} for rank, of_rank in enumerate(of_ranks)}))
     return [row[2 : 2 + len(values)] for row in found]
 
 
@@ -121,11 +121,12 @@ def _digest(alike: Mapping[str, Any]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str:
-    """The first thing in which ranks differ, in words."""
-    for rank, of_rank in enumerate(of_ranks):
-        for name in {**of_ranks[0], **of_rank}:
-            value, first = of_rank.get(name), of_ranks[0].get(name)
+def difference(of_ranks: Mapping[int, Mapping[str, Any]]) -> str:
+    """The first thing in which ranks differ from the first of them, in words."""
+    lowest = min(of_ranks)
+    for rank, of_rank in of_ranks.items():
+        for name in {**of_ranks[lowest], **of_rank}:
+            value, first = of_rank.get(name), of_ranks[lowest].get(name)
             if repr(value) == repr(first):
                 continue
             if isinstance(value, Mapping) and isinstance(first, Mapping):
@@ -133,7 +134,7 @@ def _difference(of_ranks: Sequence[Mapping[str, Any]]) -> str:
                 if keys:
                     name, value, first = f"{name} {keys[0]}", value.get(keys[0]), first.get(keys[0])
             return (
-                f"rank {rank} has {name} = {value!r} but rank 0 has {first!r}; ranks with different "
+                f"rank {rank} has {name} = {value!r} but rank {lowest} has {first!r}; ranks with different "
                 "settings would deadlock or sum different things: give every rank the same value"
             )
     return "ranks have different settings; give every rank the same"

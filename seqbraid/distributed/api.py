@@ -70,7 +70,7 @@ def parallelize(
         if mtp is not None:
             attaching.enter_context(attached(model, mtp))
         check_compute_dtype(model, compute_dtype)
-        alike = _alike(model, gated_delta, memory, compute_dtype, kernels)
+        alike = _alike(model, mesh, gated_delta, memory, compute_dtype, kernels)
         structure = without_weights(model) if mesh.pp > 1 else model
         braided = BraidedModel(model, mesh, gated_delta, kernels)
         braided.until_release(attaching)
@@ -110,21 +110,24 @@ def check_model(model: Any) -> None:
 
 def _alike(
     model: PreTrainedModel,
+    mesh: Mesh,
     gated_delta: str,
     memory: MemoryOptions,
     compute_dtype: torch.dtype | None,
     kernels: KernelOptions | None,
 ) -> dict[str, Any]:
     """Ranks that compute another model, other layers again, or in another type, would wait for each other."""
+    # Tiles and chunks send nothing, so their sizes are a rank's own; but tp ranks share each of them.
+    shared = ("mlp_tile", "loss_chunk") if mesh.tp > 1 else ()
     return {
         "the call": "parallelize",
         "the model": type(model).__name__,
         "config": config_values(model.config.get_text_config()),
         "gated_delta": gated_delta,
-        # Tiles and chunks send nothing: their sizes are a rank's own.
-        "memory.checkpointing": memory.checkpointing,
-        "memory.offload": memory.offload,
-        "memory.reduce_gradients": memory.reduce_gradients,
+        **{
+            f"memory.{name}": getattr(memory, name)
+            for name in ("checkpointing", "offload", "reduce_gradients", *shared)
+        },
         "kernels": repr(kernels or KernelOptions()),
         "compute_dtype": str(compute_dtype),
         "the parameter": {

@@ -166,6 +166,8 @@ class _Adapted:
     def __call__(self, x: Tensor) -> Tensor:
         lora, group = self.lora, self.group
         out: Tensor = lora.linear(x)
+        if not lora.is_on:
+            return out
         x = x.to(lora.a.weight.dtype)
         if self.outputs is not None:
             low = gather_tokens(lora.a(lora.dropout(_own(x, group))), group)

@@ -101,6 +101,12 @@ class Adapter:
         """What the mesh requires of the model, checked before any communication; gives what tensor parallel
         ranks share, None for one.
         """
+        for name, module in self._embeddings.items() if mesh.world_size > 1 else ():
+            if module.sparse:
+                raise ValueError(
+                    f"{name} of {self.name} has sparse=True, whose gradients ranks cannot add up; set "
+                    f"{name}.sparse to False"
+                )
         if mesh.pp > 1:
             check_stages(self.parts)
         tensor = None if mesh.tp == 1 else TensorPlan.of_mesh(self.parts, mesh)

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
-from ..comm.consensus import agree
+from ..comm.consensus import agree, difference, gather_objects
 from ..mesh import Mesh
 from .batch import BadBatch, PackedBatch
 
@@ -59,7 +58,7 @@ def agree_on_step(
     alike: Mapping[str, Any],
     counts: Mapping[str, int] | None = None,
     flag: bool = False,
-    of_stage: int = 0,
+    of_stage: Mapping[str, Any] | None = None,
 ) -> Agreed:
     """Make sure that all ranks do the same step, before its first exchange.
 
@@ -73,22 +72,25 @@ def agree_on_step(
     """
     counts = {} if counts is None else counts
     own, same = [0, 0, 0, 0, 0, 0, 0, *[0] * len(counts)], dict(alike)
+    of_stage = {} if of_stage is None else of_stage
+    stage_mark = 0 if mesh.pp == 1 else zlib.crc32(repr(of_stage).encode())
+    if mesh.pp == 1:
+        same |= of_stage
     if error is None:
         labels = sum(batch.label_tokens for batch in batches)
         samples = sum(batch.num_labelled for batch in batches)
         weighted = any(batch.weight_sum is not None for batch in batches)
         weight = sum(b.label_tokens if b.weight_sum is None else b.weight_sum for b in batches)
-        own = [fingerprint(batches), of_stage, int(flag), int(weighted), _as_int(weight), labels, samples]
+        own = [fingerprint(batches), stage_mark, int(flag), int(weighted), _as_int(weight), labels, samples]
         own += counts.values()
         same |= {"the number of micro-batches": len(batches), "the keys of the step's counts": list(counts)}
     found = agree(mesh.cpu_group, error, own, same)
     for rank, (mark, stage_mark, *_) in enumerate(found):
         first = rank - rank % (mesh.world_size // mesh.pp)
         if stage_mark != found[first][1]:
-            raise ValueError(
-                f"ranks {first} and {rank} have the same pipeline stage but train different parameters; "
-                "freeze the same ones on every rank"
-            )
+            of_ranks = gather_objects(mesh.cpu_group, of_stage)
+            differ = difference({first: of_ranks[first], rank: of_ranks[rank]})
+            raise ValueError(f"ranks {first} and {rank} have the same pipeline stage, but {differ}")
         leader = mesh.leaders[mesh.data_rank_of(rank)]
         if mark != found[leader][0]:
             raise ValueError(
@@ -232,11 +234,6 @@ def config_values(config: Any) -> dict[str, str]:
         for key, value in vars(config).items()
         if not key.startswith("_") and key not in OF_NO_STEP
     }
-
-
-def trained(model: PreTrainedModel) -> dict[str, bool]:
-    """Which parameters require a gradient."""
-    return {name: p.requires_grad for name, p in model.named_parameters()}
 
 
 def _in_words(value: Any) -> str:

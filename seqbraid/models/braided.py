@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from ..comm.consensus import agree
 from ..comm.group import Group
 from ..mesh import Mesh
 from ..ops.kernels import KernelOptions
@@ -249,6 +249,7 @@ class BraidedModel(nn.Module):
     def head_weight(self) -> Tensor:
         """`[V, D]`: the head's weight, whole on every rank, without a gradient. All ranks call it."""
         check_not_cut(self.mesh, "head_weight")
+        agree(self.mesh.cpu_group, None, alike={"the call": "head_weight"})
         weight: Any = self.parts.head.weight.detach()
         whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
         return whole
@@ -273,16 +274,19 @@ class BraidedModel(nn.Module):
         What one rank refuses, all ranks raise; an `error` is what this one refused before.
         """
         alike: dict[str, Any] = {}
+        of_stage: dict[str, Any] = {}
         try:
             if error is not None:
                 raise error
             known = whole_numbers(seed=seed, **numbers)
             check_call(self, self.mesh, self._adapter, self._unchanged, self.tensor, batches, known["seed"])
-            settings = call_settings(self.mesh, self._adapter, self.gated_delta)
+            settings = call_settings(
+                self.mesh, self._adapter, self.gated_delta, self.reduce_gradients, self.loss_chunk
+            )
             alike = {"the call": call, **known, **settings}
+            of_stage = stage_settings(self._adapter)
         except Exception as problem:
             error = problem
-        of_stage = 0 if self.mesh.pp == 1 else zlib.crc32(repr(stage_settings(self.model)).encode())
         return agree_on_step(self.mesh, error, batches, alike, counts, flag, of_stage)
 
     @contextmanager

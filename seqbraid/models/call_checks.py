@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from ..mesh import Mesh
 from .adapter import Adapter
-from .agreement import check_batch, check_no_autocast, config_values, trained
+from .agreement import check_batch, check_no_autocast, config_values
 from .batch import PackedBatch
+from .dropout import is_active
 from .tensor import TensorPlan
 from .unchanged import Unchanged
 
@@ -36,30 +36,52 @@ def check_call(
     change = unchanged.difference(model, wrapper, adapter.parts.layer_list[-1])
     if change is not None:
         raise ValueError(f"{change}; call release(), change the model, then parallelize it again")
-    shared = frozenset[int]() if tensor is None else tensor.inside
-    for name, module in adapter.dropping.items() if shared else ():
-        if id(module) in shared:
-            raise ValueError(
-                f"{type(model).__name__} trains with dropout at {name!r}, among heads or channels "
-                f"that tp={mesh.tp} shares out; set it to 0 or use tp=1"
-            )
+    if tensor is not None:
+        tensor.check_step(type(model).__name__, adapter.dropping)
     check_no_autocast()
     adapter.check_step(batches, seed)
 
 
-def call_settings(mesh: Mesh, adapter: Adapter, gated_delta: str) -> dict[str, Any]:
+def call_settings(
+    mesh: Mesh, adapter: Adapter, gated_delta: str, reduce_gradients: str, loss_chunk: int | None
+) -> dict[str, Any]:
     """What decides which exchanges a step makes, and what its sums mean: the same on every rank."""
-    return {
+    found = {
         "gated_delta": gated_delta,
+        "reduce_gradients": reduce_gradients,
         "training mode": adapter.is_training,
         "grad mode": torch.is_grad_enabled(),
         "config": config_values(adapter.config),
         "mtp": repr(adapter.mtp),
-        **(stage_settings(adapter.model) if mesh.pp == 1 else {}),
+    }
+    if mesh.tp > 1:  # whose ranks add up each chunk of the loss
+        found["loss_chunk"] = loss_chunk
+    return found
+
+
+def stage_settings(adapter: Adapter) -> dict[str, Any]:
+    """What parameters and modules say: the same on every rank of a pipeline stage."""
+    model = adapter.model
+    modules = list(model.named_modules())
+    mixers = {layer.index: layer.mixer for layer in adapter.parts.every_layer}
+    return {
+        "requires_grad of": {name: p.requires_grad for name, p in model.named_parameters()},
+        "dtypes of parameters": sorted({str(p.dtype) for p in model.parameters()}),
+        "sliding_window of layer": {i: getattr(mixer, "sliding_window", None) for i, mixer in mixers.items()},
+        "dropout of": {name: module.p for name, module in modules if is_active(module)},
+        # Layers that are computed again exchange again.
+        "gradient checkpointing of": {name: True for name, module in modules if _is_checkpointed(module)},
+        "the adapters of": {
+            name: _adapters(module) for name, module in modules if "lora_A" in module._modules
+        },
     }
 
 
-def stage_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """The same on every rank of a pipeline stage."""
-    dtypes = sorted({str(p.dtype) for p in model.parameters()})
-    return {"requires_grad of": trained(model), "dtypes of parameters": dtypes}
+def _is_checkpointed(module: nn.Module) -> bool:
+    return module.training and bool(vars(module).get("gradient_checkpointing"))
+
+
+def _adapters(module: Any) -> str:
+    """Which of peft's adapters a layer uses, and how much of each."""
+    active = [] if module.disable_adapters else list(module.active_adapters)
+    return repr([(name, module.scaling.get(name)) for name in active])

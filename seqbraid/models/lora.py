@@ -16,7 +16,17 @@ class Lora(NamedTuple):
     a: nn.Linear
     b: nn.Linear
     dropout: nn.Module
-    scale: float
+    name: str
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it counts now: `disable_adapter` of peft takes it away for a while, as a reference does."""
+        return not self.layer.disable_adapters
+
+    @property
+    def scale(self) -> float:
+        """What peft multiplies by now."""
+        return float(self.layer.scaling[self.name])
 
 
 def lora_of(module: nn.Module, what: str = "a layer") -> Lora | None:
@@ -47,7 +57,7 @@ def lora_of(module: nn.Module, what: str = "a layer") -> Lora | None:
         layer.lora_A[name],
         layer.lora_B[name],
         layer.lora_dropout[name],
-        layer.scaling[name],
+        name,
     )
 
 

@@ -12,7 +12,7 @@ has its own tokens. Nothing is computed by two ranks:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 
 from ..mesh import Mesh
+from .lora import lora_of
 from .parts import ModelParts
 from .tensor_parts import Cut, Region
 from .tensor_probe import parts_make_the_whole
@@ -94,6 +95,20 @@ class TensorPlan:
         adapters = {id(a.lora.dropout) for layer in self.regions for region in layer for a in region.adapted}
         modules = (m for layer in self.regions for region in layer for m in region.module.modules())
         return frozenset(map(id, modules)) - adapters
+
+    def check_step(self, model: str, dropping: Mapping[str, nn.Dropout]) -> None:
+        """Refuse what was changed after the plan was made, and ranks that share heads cannot do."""
+        for name, module in dropping.items():
+            if id(module) in self.inside:
+                raise ValueError(
+                    f"{model} trains with dropout at {name!r}, among heads or channels that tp={self.size} "
+                    "shares out; set it to 0 or use tp=1"
+                )
+        for region in (region for layer in self.regions for region in layer):
+            for adapted in region.adapted:
+                lora = adapted.lora
+                if lora.is_on or lora.layer.merged:
+                    lora_of(lora.layer, f"a layer of the {type(region.module).__name__} of {model}")
 
     def _check_shared(self, parts: ModelParts) -> None:
         found: dict[int, nn.Module] = {}

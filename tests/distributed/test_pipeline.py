@@ -253,7 +253,11 @@ def frozen_on_one_rank() -> None:
     [
         (positions_in_front, 2, "changes hidden states outside of its layers"),
         (one_batch, 2, "unlike forward_backward(model, batches), is not supported with pp=2"),
-        (frozen_on_one_rank, 4, "ranks 2 and 3 have the same pipeline stage but train different"),
+        (
+            frozen_on_one_rank,
+            4,
+            "ranks 2 and 3 have the same pipeline stage, but rank 3 has requires_grad of model.layers.1.",
+        ),
     ],
 )
 def test_refused_on_every_rank(function: Any, size: int, message: str) -> None:

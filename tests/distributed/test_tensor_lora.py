@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,35 @@ def test_defects_of_adapters_are_seen(tmp_path: Path) -> None:
     torch.save((samples, stock_references(adapted("llama"), samples)), tmp_path / "references")
     for found in ranks.run(errors_of_defects, 2, str(tmp_path / "references")):
         assert min(found) > 100 * ALLOWANCE, found
+
+
+def losses_of_changes(axes: dict[str, int]) -> list[float]:
+    """As adapters were, taken away for a while, and with another scale."""
+    model = sb.parallelize(adapted("llama"), Mesh(**axes))
+    batch = sb.pack(random_samples(LENGTHS, 97), model.model.config, model.mesh)
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    found = []
+    for change in ("none", "off", "on", "scaled"):
+        for layer in layers:
+            if change == "scaled":
+                layer.set_scale("default", 5.0)
+            elif change != "none":
+                layer.enable_adapters(change == "on")
+        with torch.no_grad():
+            found.append(float(model(batch).mean_loss))
+    layers[0]._active_adapter = []
+    with pytest.raises(ValueError, match="not one plain LoRA") if "tp" in axes else nullcontext():
+        model(batch)
+    return found
+
+
+def test_adapters_that_are_taken_away_or_scaled_are_so_for_all_ranks() -> None:
+    """As for a reference, whose log-probabilities are those of the model without its adapters."""
+    (expected,) = ranks.run(losses_of_changes, 1, {})
+    with_adapters, without, again, scaled = expected
+    assert with_adapters == again and min(abs(with_adapters - x) for x in (without, scaled)) > 0.01
+    for found in ranks.run(losses_of_changes, 2, {"tp": 2}):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]

@@ -148,6 +148,96 @@ def saved_by_one_rank() -> None:
     model.save_pretrained("/proc/none") if mesh.rank else step_on(mesh, model)
 
 
+def checkpointed_on_one_rank() -> None:
+    """Layers that are computed again exchange again."""
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    if mesh.rank:
+        model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    step_on(mesh, model).loss.backward()
+
+
+def dropout_that_differs() -> None:
+    mesh = Mesh(dp_shard=2)
+    model = sb.parallelize(tiny_model("gpt2", resid_pdrop=0.1), mesh)
+    if mesh.rank:
+        model.model.transformer.h[1].eval()
+    step_on(mesh, model, seed=1)
+
+
+def window_of_a_layer_that_differs() -> None:
+    mesh = Mesh(ulysses=2)
+    model = sb.parallelize(tiny_model("gemma3"), mesh)
+    if mesh.rank:
+        model.parts.layers[0].mixer.sliding_window += 1
+    step_on(mesh, model)
+
+
+def adapter_scaled_on_one_rank() -> None:
+    import peft
+
+    mesh, stock = Mesh(ring=2), tiny_model("llama")
+    torch.manual_seed(0)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), stock)
+    model = sb.parallelize(stock, mesh)
+    if mesh.rank:
+        model.parts.layers[1].mixer.q_proj.set_scale("default", 3.0)
+    step_on(mesh, model)
+
+
+def reduced_once_on_one_rank() -> None:
+    mesh = Mesh(dp_shard=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    model.reduce_gradients = "once" if mesh.rank else "each"
+    step_on(mesh, model)
+
+
+def chunks_of_shared_logits_on_one_rank() -> None:
+    mesh = Mesh(tp=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    model.loss_chunk = 8 + mesh.rank
+    step_on(mesh, model)
+
+
+def tiles_of_shared_mlps_on_one_rank() -> None:
+    mesh = Mesh(tp=2)
+    sb.parallelize(tiny_model("llama"), mesh, memory=sb.MemoryOptions(mlp_tile=8 + mesh.rank))
+
+
+def divisor_of_one_tensor_rank() -> None:
+    mesh = Mesh(tp=2)
+    step_on(mesh, sb.parallelize(tiny_model("llama"), mesh), label_tokens=60 + mesh.rank)
+
+
+def divisor_of_one_stage() -> None:
+    mesh = Mesh(pp=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    batch = sb.pack(random_samples([20], 97), model.model.config, mesh)
+    sb.forward_backward(model, [batch], divisor=60 + mesh.rank)
+
+
+def head_replaced_on_the_last_stage() -> None:
+    mesh = Mesh(pp=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    if mesh.rank:
+        model.model.lm_head = torch.nn.Linear(32, 97, bias=False)
+    sb.forward_backward(model, [sb.pack(random_samples([20], 97), model.model.config, mesh)])
+
+
+def head_of_one_tensor_rank() -> None:
+    mesh = Mesh(tp=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    if mesh.rank:
+        model.model.get_output_embeddings().weight = torch.nn.Parameter(torch.zeros(97, 32))
+    step_on(mesh, model)
+
+
+def weight_of_the_head_on_one_rank() -> None:
+    mesh = Mesh(ring=2)
+    model = sb.parallelize(tiny_model("llama"), mesh)
+    model.head_weight() if mesh.rank else step_on(mesh, model)
+
+
 CASES: list[tuple[Callable[[], None], str]] = [
     (dict_on_one_rank, "a list of samples, not dict; put the one sample into a list"),
     (autocast_on_one_rank, "compute_dtype=torch.bfloat16"),
@@ -169,6 +259,18 @@ CASES: list[tuple[Callable[[], None], str]] = [
     ),
     (saved_by_one_rank, "rank 1 has the call = 'save_pretrained' but rank 0 has 'forward'"),
     (dropout_on_one_rank, "trains with dropout 0.1 at 'drop'"),
+    (dropout_that_differs, "rank 1 has dropout of transformer.h.1.attn.resid_dropout = None but rank 0 has"),
+    (checkpointed_on_one_rank, "rank 1 has gradient checkpointing of model"),
+    (window_of_a_layer_that_differs, "rank 1 has sliding_window of layer 0 = 17 but rank 0 has 16"),
+    (adapter_scaled_on_one_rank, "rank 1 has the adapters of model.layers.1.self_attn.q_proj = "),
+    (reduced_once_on_one_rank, "rank 1 has reduce_gradients = 'once' but rank 0 has 'each'"),
+    (chunks_of_shared_logits_on_one_rank, "rank 1 has loss_chunk = 9 but rank 0 has 8"),
+    (tiles_of_shared_mlps_on_one_rank, "rank 1 has memory.mlp_tile = 9 but rank 0 has 8"),
+    (divisor_of_one_tensor_rank, "rank 1 has label_tokens = 61 but rank 0 has 60"),
+    (divisor_of_one_stage, "divisor=61' but rank 0 has"),
+    (head_replaced_on_the_last_stage, "'lm_head' is another module"),
+    (head_of_one_tensor_rank, "lm_head.weight' was replaced since it was sharded"),
+    (weight_of_the_head_on_one_rank, "rank 1 has the call = 'head_weight' but rank 0 has 'forward'"),
 ]
 
 

@@ -237,6 +237,12 @@ def more_stages_than_layers() -> None:
     sb.parallelize(tiny_model("llama"), Mesh(pp=4))
 
 
+def sparse_gradients() -> None:
+    model: Any = tiny_model("llama")
+    model.model.embed_tokens.sparse = True
+    sb.parallelize(model, Mesh(dp_shard=2))
+
+
 CASES: list[tuple[Callable[[], None], int, str]] = [
     (heads_that_do_not_divide, 4, "ulysses=4 does not divide 6 query heads; use 1, 2, 3 or 6"),
     (linear_heads_that_do_not_divide, 4, 'use 1 or 2 ranks, or state passing (gated_delta="states")'),
@@ -271,6 +277,7 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (tensor_as_batch_on_one_rank, 2, "takes the output of seqbraid.pack, not Tensor"),
     (resized_on_all_ranks, 2, "was of shape [97, 32]"),
     (weight_replaced_on_one_rank, 2, "was replaced since it was sharded"),
+    (sparse_gradients, 2, "model.embed_tokens of LlamaForCausalLM has sparse=True"),
     (more_stages_than_layers, 4, "has 2 layers, too few for 4 stages"),
 ]
 
