@@ -131,7 +131,7 @@ STEPS = (
     (
         "record → sample",
         "data/records, data/chat, data/media",
-        "One conversation through the model's own chat template and processor: token ids, label mask,",
+        "One conversation or document through the model's chat template and processor: ids, label mask,",
         "pixels, mel frames. One sample at a time, in a worker process.",
     ),
     (
@@ -164,7 +164,7 @@ STEPS = (
     ),
     (
         "head and loss, in chunks of tokens",
-        "models/braided.py, ops/linear_cross_entropy.py",
+        "models/step_loss.py, ops/linear_cross_entropy.py",
         "A sum in float32, divided once by the label tokens of the whole step.",
     ),
     (

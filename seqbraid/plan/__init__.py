@@ -1,3 +1,5 @@
-"""What a step costs before it is run: units of sharding, FLOPs, bytes, memory and its switches. Nothing here
-runs a model; `distributed` and `train` act on what it says.
+"""What a step costs before it is run: FLOPs, bytes, memory and its switches, units of sharding, and where
+pipeline stages are cut.
+
+Nothing here runs a model; `distributed` and `train` act on what it says.
 """

@@ -1,4 +1,5 @@
 """`seqbraid train`: configuration, the training loop, metrics, and export to stock transformers.
 
-Checkpoints, the report of a run and the demo have rooms of their own.
+Optimizers, checkpoints, what is shown before a run (`inspect/`) and of it (`report/`), what comes after it
+(`after/`) and the demo have rooms of their own.
 """
