@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from .models.batch import BadBatch, PackedBatch
     from .models.braided import BraidedModel
     from .models.local_tokens import LocalTokens, TokenLogprobs, TokenLoss
+    from .models.mtp_module import MtpOptions
     from .models.output import StepOutput
     from .models.step import Step, forward_backward
     from .ops.kernels import KernelOptions
     from .plan.memory import MemoryOptions
+    from .plan.pipeline import PipelineOptions
 
 __version__ = "0.1.0"
 
@@ -30,7 +32,9 @@ __all__ = [
     "LocalTokens",
     "MemoryOptions",
     "Mesh",
+    "MtpOptions",
     "PackedBatch",
+    "PipelineOptions",
     "SequenceLayout",
     "Step",
     "StepOutput",
@@ -48,7 +52,9 @@ _HOMES = {
     "LocalTokens": ".models.local_tokens",
     "MemoryOptions": ".plan.memory",
     "Mesh": ".mesh",
+    "MtpOptions": ".models.mtp_module",
     "PackedBatch": ".models.batch",
+    "PipelineOptions": ".plan.pipeline",
     "SequenceLayout": ".layout",
     "Step": ".models.step",
     "StepOutput": ".models.output",

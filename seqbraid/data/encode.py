@@ -95,7 +95,7 @@ class SampleEncoder:
         self.plain = PlainText(processor, vocabulary, self.media_ids, end_of_document)
         self.media = MediaReader(processor, self.family, media, _media_options(options))
         self.without_reasoning = 0
-        """Of the record that was encoded or measured last: turns that are learnt without their reasoning,
+        """Of the record that was encoded or measured last: turns that are trained without their reasoning,
         since the chat template leaves it out.
         """
         self.all_labelled = False
@@ -217,21 +217,21 @@ class SampleEncoder:
         )
         ids_T = np.asarray(tokens["input_ids"], np.int64)
         offsets_T2 = np.asarray(tokens["offset_mapping"], np.int64).reshape(-1, 2)
-        learnt_T = within(offsets_T2, [expanded.moved(span) for span in rendered.spans])
+        labelled_T = within(offsets_T2, [expanded.moved(span) for span in rendered.spans])
         # What the processor writes, also within a turn of the assistant's, is no text of the model's.
-        learnt_T &= ~within(offsets_T2, expanded.new)
-        learnt_T &= ~np.isin(ids_T, self.media_ids)
-        if not learnt_T[1:].any():  # nothing comes before the first token that could predict it
+        labelled_T &= ~within(offsets_T2, expanded.new)
+        labelled_T &= ~np.isin(ids_T, self.media_ids)
+        if not labelled_T[1:].any():  # nothing comes before the first token that could predict it
             raise ValueError(
                 "the label mask is empty: the chat template renders the assistant turns "
                 "without text; leave the conversation out"
             )
-        labels_T = np.where(learnt_T, ids_T, IGNORE)
+        labels_T = np.where(labelled_T, ids_T, IGNORE)
         if not conversation.has_weights:
             return _Text(ids_T, labels_T)
         weights_T = np.ones(len(ids_T), np.float32)
-        learnt = [turn for turn in conversation.turns if turn.loss]
-        for turn, span in zip(learnt, rendered.spans, strict=True):
+        labelled = [turn for turn in conversation.turns if turn.loss]
+        for turn, span in zip(labelled, rendered.spans, strict=True):
             weights_T[within(offsets_T2, [expanded.moved(span)])] = turn.weight
         return _Text(ids_T, labels_T, weights_T)
 

@@ -115,7 +115,7 @@ def tiny_training_model(
 
 
 def tiny_tokenizer(with_media: bool = True) -> Any:
-    """A byte-level tokenizer of some 390 tokens, with Qwen's special ones, learnt here from `CORPUS`."""
+    """A byte-level tokenizer of some 390 tokens, with Qwen's special ones, trained here from `CORPUS`."""
     model = _trained()
     tokenizer = Qwen2Tokenizer(
         vocab=dict(model["vocab"]),

@@ -103,8 +103,8 @@ def test_what_cannot_be_talked_to_is_refused(
         ([str(tmp_path)], "neither checkpoints (a run's folder) nor a config.json"),
         ([str(exported), "--checkpoint", "best"], "is not a run's folder"),
         ([str(run_folder), "--checkpoint", "3"], "has no checkpoint '3'; it has 6"),
-        ([str(exported), "--image", str(picture)], "this model reads no images"),
-        ([str(exported), "--audio", str(picture)], "this model hears no audio"),
+        ([str(exported), "--image", str(picture)], "Qwen3ForCausalLM has no image encoder"),
+        ([str(exported), "--audio", str(picture)], "Qwen3ForCausalLM has no audio encoder"),
         ([str(exported), "--temperature", "-1"], "temperature=-1.0 must be"),
         ([str(exported), "--max-new-tokens", "0"], "max_new_tokens=0 must be"),
     ):
@@ -112,7 +112,9 @@ def test_what_cannot_be_talked_to_is_refused(
         assert message in capsys.readouterr().err, arguments
     shown = said([str(exported), *GREEDY], [f"/image {picture}", "/what", "a" * 9000], capsys, monkeypatch)
     assert (
-        "reads no images" in shown[1] and "/what is unknown" in shown[2] and "positions; /reset" in shown[3]
+        "has no image encoder" in shown[1]
+        and "/what is unknown" in shown[2]
+        and "positions; /reset" in shown[3]
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")

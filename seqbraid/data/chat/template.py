@@ -61,13 +61,13 @@ class ChatTemplate:
         marked = MarkedConversation(
             messages, lambda some, prompt: self._rendered(some, tools, prompt)[0], self.special_pattern
         )
-        learnt = [(number, turn) for number, turn in enumerate(conversation.turns) if turn.loss]
+        labelled = [(number, turn) for number, turn in enumerate(conversation.turns) if turn.loss]
         if _GENERATION.search(self.template):
             spans = self._tagged(messages, tools, conversation)
         else:
-            spans = [marked.generated(number) for number, _ in learnt]
+            spans = [marked.generated(number) for number, _ in labelled]
         texts = (marked.plain[start:stop] for start, stop in spans)
-        lost = sum(loses_reasoning(turn, text) for (_, turn), text in zip(learnt, texts, strict=True))
+        lost = sum(loses_reasoning(turn, text) for (_, turn), text in zip(labelled, texts, strict=True))
         return Rendered(marked.plain, spans, lost)
 
     @cached_property

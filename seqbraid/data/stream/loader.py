@@ -303,8 +303,8 @@ class Loader:
 
     @property
     def without_reasoning(self) -> int:
-        """Assistant turns, of the samples that this loader has measured so far, that are learnt without their
-        reasoning, since the chat template leaves it out.
+        """Assistant turns, of the samples that this loader has measured so far, that are trained without
+        their reasoning, since the chat template leaves it out.
         """
         return self._measuring.without_reasoning
 

@@ -132,7 +132,7 @@ class Measuring:
         self._media_costs = _Lists(order.num_samples)
         self._ahead: _Window | None = None
         self.without_reasoning = 0
-        """Turns of all samples measured so far that are learnt without their reasoning."""
+        """Turns of all samples measured so far that are trained without their reasoning."""
 
     def know_bad(self, samples: Sequence[int]) -> None:
         """Take samples for bad without a look at them, as the run before did."""

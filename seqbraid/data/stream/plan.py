@@ -72,7 +72,7 @@ class Measured(NamedTuple):
     text: NDArray[np.int32] | None = None
     """Ids and labels of a sample without media, if they are kept; see `texts`."""
     without_reasoning: int = 0
-    """Turns that are learnt without their reasoning, since the chat template leaves it out."""
+    """Turns that are trained without their reasoning, since the chat template leaves it out."""
 
 
 def pieces(length: int, row_tokens: int) -> list[tuple[int, int]]:

@@ -70,16 +70,16 @@ class Chat:
         torch.manual_seed(self.options.seed)
 
     def load_image(self, path: Path) -> Any:
-        """A picture, upright and in RGB; ValueError where the model has no eyes."""
+        """A picture, upright and in RGB; ValueError where the model has no image encoder."""
         if not hasattr(self.processor, "image_processor"):
-            raise ValueError(f"this model reads no images ({path}); it is a {type(self.model).__name__}")
+            raise ValueError(f"{path}: {type(self.model).__name__} has no image encoder; leave the image out")
         return _files(path).image(path.name)
 
     def load_audio(self, path: Path) -> Any:
-        """A sound at the model's rate; ValueError where the model has no ears."""
+        """A sound at the model's rate; ValueError where the model has no audio encoder."""
         extractor = getattr(self.processor, "feature_extractor", None)
         if extractor is None:
-            raise ValueError(f"this model hears no audio ({path}); it is a {type(self.model).__name__}")
+            raise ValueError(f"{path}: {type(self.model).__name__} has no audio encoder; leave the audio out")
         return _files(path).audio(path.name, extractor.sampling_rate)
 
     def ask(self, text: str, media: Media, says: Callable[[str], None]) -> str:

@@ -38,7 +38,7 @@ from .digits import (
 
 ROW_TOKENS = 512
 # At twice this rate training amplifies the last digit of a sum to the size of the loss within 150 steps, in
-# one process too; at this one the digits are learnt as well, and rounding stays rounding.
+# one process too; at this one the digits are learned as well, and rounding stays rounding.
 LEARNING_RATE = 2e-4
 WARM_UP_STEPS = 20
 MAX_NORM = 1.0

@@ -18,8 +18,8 @@ from .packed import PackedRow, PackedSample, Piece, name_of, thumbnail
 GENERATOR = "<meta name='generator' content='seqbraid inspect'>"
 OWN_STYLE = """
 body { max-width: 1080px; }
-:root { --learnt: #bfecc9; --media: #fbe3a1; }
-@media (prefers-color-scheme: dark) { :root { --learnt: #1f5c39; --media: #6b531a; } }
+:root { --labelled: #bfecc9; --media: #fbe3a1; }
+@media (prefers-color-scheme: dark) { :root { --labelled: #1f5c39; --media: #6b531a; } }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th { color: var(--soft); font-weight: 500; }
 th, td { border-bottom: 1px solid var(--card); padding: 5px 14px 5px 0; text-align: right; }
@@ -35,7 +35,7 @@ th:first-child, td:first-child { overflow-wrap: anywhere; text-align: left; }
 .sample header { background: var(--card); color: var(--soft); font-size: 13px; overflow-wrap: anywhere;
                  padding: 6px 14px; }
 .sample pre { background: none; border-radius: 0; margin: 0; overflow-wrap: anywhere; white-space: pre-wrap; }
-mark { background: var(--learnt); border-radius: 3px; color: inherit; }
+mark { background: var(--labelled); border-radius: 3px; color: inherit; }
 .media { background: var(--media); border-radius: 5px; display: inline-block; margin: 2px;
          font: 12px system-ui, sans-serif; overflow-wrap: anywhere; padding: 3px 7px;
          vertical-align: middle; }
