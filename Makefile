@@ -66,12 +66,12 @@ soak: $(READY)
 	$(BIN)/python -m tests.soak --runs 200
 
 # 20 random tiny models of every family, 5 seeds each, against stock, with every defect planted on each; some on ranks.
-# One line a case in out/matrix.jsonl: started again, it goes on behind the last one. Then tp and ep beside the other axes, into docs/matrix.md.
+# One line a case in out/matrix.jsonl: started again, it goes on behind the last one. Then tp, ep and pp beside the
+# other axes, into docs/matrix.md.
 matrix: $(READY)
 	$(BIN)/python -m tests.verify.matrix --models 20 --seeds 5
 	$(BIN)/python -m tests.verify.matrix --models 2 --seeds 1 --mesh ring=2 dp_shard=2
-	$(BIN)/python -W ignore -m tests.verify.matrix --models 2 --seeds 1 --mesh shared --state out/meshes.jsonl --docs docs/matrix.md
-	$(BIN)/python -W ignore -m tests.verify.matrix --models 2 --seeds 1 --mesh stages --state out/stages.jsonl
+	$(BIN)/python -W ignore -m tests.verify.matrix --models 2 --seeds 1 --mesh shared stages --state out/meshes.jsonl --docs docs/matrix.md
 
 # A loss of log-probabilities, entropies and sums over samples on all meshes and families that the tests leave out.
 losses: $(READY)

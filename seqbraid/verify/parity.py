@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -90,16 +91,20 @@ def of_all_ranks(parity: Parity, mesh: Mesh) -> Parity:
 
 
 def rows_of(num_samples: int, data_world_size: int = 1, micro_batches: int = 1) -> list[list[int]]:
-    """Which samples share a row when data ranks take turns and each packs its own into micro-batches.
+    """Which samples share a row when data ranks take turns and each packs its own into micro-batches: so many
+    on every data rank, where it has the samples.
 
     >>> rows_of(5, data_world_size=2, micro_batches=2)
     [[0, 2], [4], [1], [3]]
+    >>> [len(row) for row in rows_of(9, micro_batches=7)]
+    [2, 1, 1, 2, 1, 1, 1]
     """
     rows = []
     for data_rank in range(data_world_size):
         own = list(range(data_rank, num_samples, data_world_size))
-        size = -(-len(own) // micro_batches)
-        rows += [own[i : i + size] for i in range(0, len(own), max(1, size))]
+        count = min(micro_batches, len(own))
+        ends = [-(-i * len(own) // max(1, count)) for i in range(count + 1)]
+        rows += [own[a:b] for a, b in pairwise(ends)]
     return rows
 
 

@@ -26,7 +26,7 @@ from seqbraid.verify.verdict import ALLOWANCE
 from tests.helpers import ranks
 from tests.models.test_parity_ranks import assert_holds, load, prepared
 
-LENGTHS = (30, 64, 5, 1, 1, 2, 100, 17, 40, 64, 3, 130)
+LENGTHS = (30, 64, 5, 1, 1, 1, 100, 17, 40, 64, 3, 130)
 """Cut into 4 or 7 rows, of which one is of single tokens: it has no label."""
 
 INTERLEAVED = PipelineOptions("interleaved")
@@ -52,7 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_equal_each_sample_alone(folder: Path, case: Case) -> None:
     family, mesh, options = case
-    rows = rows_of(len(LENGTHS), mesh.get("dp_shard", 1), options["micro_batches"])
+    data = mesh.get("dp_shard", 1)
+    rows = rows_of(len(LENGTHS), data, options["micro_batches"])
+    assert len(rows) == data * options["micro_batches"]
+    assert any(all(LENGTHS[i] == 1 for i in row) for row in rows), "a micro-batch without a label"
     assert_holds(folder, family, mesh, [options], LENGTHS, "whole", rows, **FOUR)
 
 

@@ -17,6 +17,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -25,12 +26,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from seqbraid import Mesh
-from seqbraid.models.parts import ModelParts
-from seqbraid.models.stage import check_stages
-from seqbraid.plan.pipeline import PipelineOptions, cut_into_stages
+from seqbraid.layout.labels import IGNORE
+from seqbraid.plan.pipeline import PipelineOptions
 from seqbraid.verify.media_mutants import MEDIA_MUTANTS
+from seqbraid.verify.mtp_mutants import MTP_MUTANTS
 from seqbraid.verify.mutants import MUTANTS, RANK_MUTANTS, Mutant
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from seqbraid.verify.pipeline_mutants import PIPELINE_MUTANTS
@@ -39,7 +41,7 @@ from seqbraid.verify.run import PADDED
 from seqbraid.verify.tensor_mutants import TENSOR_MUTANTS
 from tests.helpers import ranks
 from tests.verify.matrix_page import write_page
-from tests.verify.random_models import MEDIA, NAMES, WITH_EXPERTS, WITH_LATENTS, random_model
+from tests.verify.random_models import MEDIA, MTP, NAMES, WITH_EXPERTS, WITH_LATENTS, random_model
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,38 @@ class Case:
     model: int
     seed: int
     mesh: dict[str, int] = field(default_factory=dict)
-    """Axes of `Mesh` that are more than 1; one process without."""
+    """Axes of `Mesh` that are more than 1; one process without. `stages`, where each rank has several."""
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Of the mesh alone."""
+        return {axis: size for axis, size in self.mesh.items() if axis != "stages"}
 
     @property
     def world_size(self) -> int:
         """How many ranks the case takes."""
-        return math.prod(size for axis, size in self.mesh.items() if axis != "ep")
+        return math.prod(size for axis, size in self.axes.items() if axis != "ep")
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline."""
+        return self.mesh.get("stages", self.mesh.get("pp", 1))
+
+    @property
+    def pipeline(self) -> PipelineOptions | None:
+        """Interleaved where each rank has several stages."""
+        each = self.num_stages // self.mesh.get("pp", 1)
+        return PipelineOptions("interleaved", stages_per_rank=each) if each > 1 else None
 
     @property
     def is_shared(self) -> bool:
-        """Whether ranks share the model's matrices or experts."""
-        return not {"tp", "ep"}.isdisjoint(self.mesh)
+        """Whether ranks share the model's matrices, experts or layers."""
+        return not {"tp", "ep", "pp"}.isdisjoint(self.mesh)
+
+    @property
+    def model_and_samples(self) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
+        """Made anew, alike on every rank."""
+        return random_model(self.family, self.model, self.seed, self.is_shared, self.num_stages)
 
     @property
     def micro_batches(self) -> int:
@@ -102,6 +125,9 @@ WINDOWED = ("gemma3", "gpt_oss")
 NOT_CUT = ("gpt2", *WITH_LATENTS)
 """Families that tp refuses."""
 
+NOT_STAGED = ("gpt2",)
+"""Families that pp refuses: positions are added to embeddings in the decoder."""
+
 MESHES = (
     *({"tp": 2}, {"tp": 4}),
     *({"ring": 2, "tp": 2}, {"ulysses": 2, "tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}),
@@ -113,8 +139,9 @@ MESHES = (
 """What `--mesh shared` stands for: tp and ep alone and beside the other axes."""
 
 STAGES = (
-    *({"pp": 2}, {"pp": 4}),
+    *({"pp": 2}, {"pp": 2, "stages": 4}, {"pp": 4}),
     *({"pp": 2, axis: 2} for axis in ("ring", "ulysses", "tp", "dp_shard", "dp_replicate")),
+    {"pp": 2, "ring": 2, "stages": 4},
     *({"pp": 2, "dp_shard": 2, "ring": 2, "ep": 2}, {"pp": 2, "ring": 2, "tp": 2}, {"pp": 2, "ulysses": 4}),
 )
 """What `--mesh stages` stands for: pipeline stages alone and beside the other axes."""
@@ -123,14 +150,18 @@ STAGES = (
 def mutants_of(model: Any, case: Case) -> list[Mutant]:
     """The defects that this model on this mesh can have."""
     if case.world_size > 1:
-        every = (*RANK_MUTANTS, *TENSOR_MUTANTS, *MEDIA_MUTANTS, *PIPELINE_MUTANTS)
+        every = (*RANK_MUTANTS, *TENSOR_MUTANTS, *MEDIA_MUTANTS, *PIPELINE_MUTANTS, *MTP_MUTANTS)
         known = [m for m in every if m.mesh == case.mesh]
     else:
-        known = [m for m in (*MUTANTS, *MEDIA_MUTANTS) if m.world_size == 1 and m.check != "blocks"]
+        every = (*MUTANTS, *MEDIA_MUTANTS, *MTP_MUTANTS)
+        known = [m for m in every if m.world_size == 1 and m.check != "blocks"]
     return [m for m in known if _can_have(model.config, case.family, m)]
 
 
 def _can_have(config: Any, family: str, mutant: Mutant) -> bool:
+    if mutant in MTP_MUTANTS:
+        return family in MTP and (MTP[family] in MEDIA or "media" not in mutant.check)
+    family = MTP.get(family, family)
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ())
     has = {
@@ -164,11 +195,15 @@ def _chooses(text: Any) -> bool:
 
 def references(case: Case, folder: Path) -> Path:
     """What stock makes of a case, for all ranks; meshes with the same rows share it."""
-    model, samples = random_model(case.family, case.model, case.seed, case.is_shared)
+    model, samples = case.model_and_samples
     data = case.mesh.get("dp_shard", 1) * case.mesh.get("dp_replicate", 1)
-    samples = [*samples, *samples][: max(len(samples), data * case.micro_batches)]
+    samples = list(islice(cycle(samples), max(len(samples), data * case.micro_batches)))
     rows = rows_of(len(samples), data, case.micro_batches)
-    path = folder / f"{case.family}-{case.model}-{case.seed}-{case.is_shared}-{data}-{case.micro_batches}"
+    assert len(rows) == data * case.micro_batches
+    for i in rows[1] if "pp" in case.mesh else ():  # a micro-batch without a label
+        samples[i] = samples[i] | {"labels": torch.full((len(samples[i]["input_ids"]),), IGNORE)}
+    shape = f"{case.is_shared}-{case.num_stages}-{data}-{case.micro_batches}"
+    path = folder / f"{case.family}-{case.model}-{case.seed}-{shape}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.save((samples, rows, stock_references(model, samples, rows)), path)
@@ -180,15 +215,15 @@ def examine(case: Case, path: Path) -> Found:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begin = perf_counter()
-    mesh = Mesh(**case.mesh)
-    model, _ = random_model(case.family, case.model, case.seed, case.is_shared)
+    mesh = Mesh(**case.axes)
+    model, _ = case.model_and_samples
     found: tuple[list[dict[str, Any]], list[list[int]], list[Measurement]]
     found = torch.load(path, weights_only=False)
     samples, rows, expected = found
     longest = max(sum(len(samples[i]["input_ids"]) for i in row) for row in rows)
     # So much padding that counting it is no matter of rounding, also where routers weigh little.
     how: dict[str, Any] = {"pad_to": (longest // PADDED + 2) * PADDED, "references": expected}
-    how["micro_batches"] = case.micro_batches
+    how |= {"micro_batches": case.micro_batches, "pipeline": case.pipeline}
     if mesh.sequence_size > 1:  # so that sequences are cut, and states are passed on
         how |= {"policy": "zigzag", "gated_delta": "states"}
     parity = check_parity(model, samples, mesh, case.key, **how)
@@ -235,24 +270,14 @@ def cases(
 
 def _is_possible(case: Case) -> bool:
     """Whether the library takes this family on this mesh."""
-    if case.family in WINDOWED and "ring" in case.mesh:
+    family = MTP.get(case.family, case.family)
+    if family in WINDOWED and "ring" in case.mesh:
         return False
-    if case.family in NOT_CUT and "tp" in case.mesh:
+    if family in NOT_CUT and "tp" in case.mesh:
         return False
-    if "pp" in case.mesh and not _has_stages(case):
+    if "pp" in case.mesh and family in NOT_STAGED:
         return False
-    return "ep" not in case.mesh or MEDIA.get(case.family, case.family) in WITH_EXPERTS
-
-
-def _has_stages(case: Case) -> bool:
-    """Whether the model can be cut, and has layers enough, those of DeepStack on the first stage."""
-    parts = ModelParts.of(random_model(case.family, case.model, case.seed, case.is_shared)[0])
-    try:
-        check_stages(parts)
-        cut_into_stages(parts, case.mesh["pp"], PipelineOptions())
-    except ValueError:
-        return False
-    return True
+    return "ep" not in case.mesh or MEDIA.get(family, family) in WITH_EXPERTS
 
 
 def read_state(path: Path) -> dict[str, Found]:

@@ -10,12 +10,21 @@ from transformers import PreTrainedModel
 
 from seqbraid.models.tiny.decoders import FAMILIES, tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, mixed_samples, tiny_media_model
+from seqbraid.models.tiny.mtp import with_mtp
 from seqbraid.models.tiny.samples import random_samples
 
 MEDIA = {f"{name}_media" if name in FAMILIES else name: name for name in MEDIA_FAMILIES}
 """Media families by their names in the matrix: some families of text have the same one."""
 
-NAMES = (*FAMILIES, *MEDIA)
+MTP = {
+    "qwen3_next_mtp": "qwen3_next",
+    "qwen3_5_mtp": "qwen3_5",
+    "qwen3_5_moe_mtp": "qwen3_5_moe",
+    "qwen3_5_media_mtp": "qwen3_5_media",
+}
+"""Families that predict several tokens: of one, two or three depths by turns."""
+
+NAMES = (*FAMILIES, *MEDIA, *MTP)
 WITH_EXPERTS = (
     "qwen3_moe",
     "gpt_oss",
@@ -35,19 +44,24 @@ SCALES = (0.05, 0.1, 0.2, 0.3)
 
 
 def random_model(
-    name: str, number: int, seed: int, shared: bool = False
+    name: str, number: int, seed: int, shared: bool = False, stages: int = 1
 ) -> tuple[PreTrainedModel, list[dict[str, Any]]]:
     """The model of this number, the same in size for every seed, and samples of random lengths; `shared`
-    where its heads, channels and experts are to be shared out.
+    where its heads, channels and experts are to be shared out, and with layers for so many pipeline stages.
     """
+    if name in MTP:
+        model, samples = random_model(MTP[name], number, seed, shared, stages)
+        # Where the first labels of all samples are ignored, each depth has as many labels as the decoder.
+        max(samples, key=lambda sample: len(sample["input_ids"])).pop("labels", None)
+        return with_mtp(model, depth=1 + (number + 1) % 3, seed=seed), samples
     draw = Random(f"{name} {number}")
     if name in MEDIA:
-        changes = media_changes(MEDIA[name], draw)
+        changes = media_changes(MEDIA[name], draw, stages)
         if shared:
             changes["text_config"] = shared_by_four(name, number, changes["text_config"])
         model = tiny_media_model(MEDIA[name], seed, **changes)
         return _with_experts(model), mixed_samples(model.config, seed)
-    changes = text_changes(name, draw)
+    changes = text_changes(name, draw, stages)
     model = tiny_model(name, seed, **(shared_by_four(name, number, changes) if shared else changes))
     lengths = [draw.choice((1, 2, draw.randrange(3, 70), draw.randrange(60, 160))) for _ in range(4)]
     lengths += [draw.randrange(65, 140)]  # more than one chunk, more than any window
@@ -63,9 +77,9 @@ def _with_experts(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def text_changes(name: str, draw: Random) -> dict[str, Any]:
+def text_changes(name: str, draw: Random, fewest: int = 1) -> dict[str, Any]:
     """What a text model of this family has in its config."""
-    num_layers = draw.randrange(1, 6)
+    num_layers = max(fewest, draw.randrange(1, 6))
     changes = {
         "vocab_size": draw.randrange(50, 150),
         "hidden_size": draw.randrange(17, 48),
@@ -217,13 +231,14 @@ OWN: dict[str, Callable[[Random, int], dict[str, Any]]] = {
 }
 
 
-def media_changes(name: str, draw: Random) -> dict[str, dict[str, Any]]:
-    """What a media model of this family has in its configs."""
+def media_changes(name: str, draw: Random, stages: int = 1) -> dict[str, dict[str, Any]]:
+    """What a media model of this family has in its configs; its first stage has room for DeepStack."""
+    fewest = stages if stages == 1 or name in ("qwen3_5", "qwen3_5_moe") else stages + 1
     experts = name in WITH_EXPERTS
     own = {"qwen3_5": _gated_delta, "qwen3_5_moe": _gated_delta_experts}.get(
         name, _experts if experts else lambda draw, num_layers: {}
     )
-    num_layers = draw.randrange(2, 5)
+    num_layers = max(fewest, draw.randrange(2, 5))
     is_hybrid = name in ("qwen3_5", "qwen3_5_moe")
     text = {
         "hidden_size": draw.randrange(17, 48),

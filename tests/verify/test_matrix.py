@@ -12,7 +12,7 @@ from tests.verify import matrix
 from tests.verify.random_models import NAMES, random_model
 
 LLAMA = ["--families", "llama", "--models", "1", "--seeds", "1"]
-SLICE = ["gpt2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl"]
+SLICE = ["gpt2", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_vl", "qwen3_5_mtp"]
 
 
 def test_a_slice_of_the_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,6 +36,14 @@ def test_experts_over_two_ranks_and_their_defects(tmp_path: Path) -> None:
     found = matrix.read_state(state)
     assert found and all(key.startswith("qwen3_moe") for key in found)
     assert any("a token at the wrong expert" in of_case.mutants for of_case in found.values())
+
+
+def test_interleaved_stages_with_media_and_multi_token_prediction(tmp_path: Path) -> None:
+    """Four micro-batches, of which one has no label."""
+    state = tmp_path / "state"
+    arguments = ["--families", "qwen3_5_media_mtp", "--models", "1", "--seeds", "1", "--state", str(state)]
+    assert matrix.main([*arguments, "--mesh", "pp=2,stages=4"]) == 0
+    assert list(matrix.read_state(state)) == ["qwen3_5_media_mtp/0/0/pp=2,stages=4"]
 
 
 def test_a_run_goes_on_behind_its_last_whole_line(tmp_path: Path) -> None:
