@@ -26,7 +26,7 @@ from ..models.output import LocalLoss
 from ..models.parts import tensors_by_name
 from ..models.router import stock_num_experts
 from ..models.running import normal_tensors
-from ..models.stage import Elsewhere, Stage, StageCall
+from ..models.stage import Elsewhere, Stage, StageCall, StageTimes
 from ..models.values import stage_logits
 from .stage_clock import StageClock
 from .tied import TiedCopy
@@ -125,13 +125,13 @@ class StagePipeline:
                 after(len(batches))
         return [work.found[i] for i in sorted(work.found)]
 
-    def waiting(self) -> float:
-        """The share of the latest step that ranks have waited for each other's stages: the bubble. All ranks
-        call it.
-        """
-        found = gather_floats(self.model.mesh.cpu_group, self.clock.seconds())
-        computing, steps = (sum(of_ranks) for of_ranks in zip(*found, strict=True))
-        return max(0.0, 1.0 - computing / steps) if steps else 0.0
+    def times(self) -> StageTimes:
+        """See `models.stage.Pipeline`."""
+        mesh, num_stages = self.model.mesh, self.stages[0].num_stages
+        found = gather_floats(mesh.cpu_group, self.clock.seconds(num_stages))
+        steps, *of_stages = (sum(of_ranks) for of_ranks in zip(*found, strict=True))
+        waiting = max(0.0, 1.0 - sum(of_stages) / steps) if steps else 0.0
+        return StageTimes(waiting, tuple(x * mesh.pp / mesh.world_size for x in of_stages))
 
     @torch.no_grad()
     def logits(self, batch: PackedBatch) -> list[Tensor]:
@@ -304,7 +304,7 @@ class _TorchStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """As any forward, timed."""
-        with self.pipeline.clock.computing():
+        with self.pipeline.clock.computing(self.stage_index):
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_first:
             self._let_go(self.args_recv_info[fwd_chunk_id])
@@ -340,7 +340,7 @@ class _TorchStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = (None,)
             return
         clock = self.pipeline.clock
-        with model.accumulating(last=bwd_chunk_id == self.chunks - 1), clock.computing():
+        with model.accumulating(last=bwd_chunk_id == self.chunks - 1), clock.computing(self.stage_index):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         if not self.is_last:
             self._let_go(self.grad_recv_info[bwd_chunk_id])

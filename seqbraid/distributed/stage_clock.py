@@ -1,4 +1,6 @@
-"""How long a rank computes in a step of its pipeline, and how long the step is: the rest is waiting."""
+"""How long a rank computes in a step of its pipeline, stage by stage, and how long the step is: the rest is
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ class StageClock:
 
     def __init__(self) -> None:
         self.on_gpu = False
-        self._spans: list[tuple[Any, Any]] = []
+        self._spans: list[tuple[int, Any, Any]] = []
         self._step: tuple[Any, Any] = (0.0, 0.0)
 
     @contextmanager
@@ -27,15 +29,18 @@ class StageClock:
         self._step = begin, self._now()
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, stage: int) -> Iterator[None]:
         """Around one forward or backward of a stage."""
         begin = self._now()
         yield
-        self._spans.append((begin, self._now()))
+        self._spans.append((stage, begin, self._now()))
 
-    def seconds(self) -> tuple[float, float]:
-        """Computing, and of the whole step."""
-        return sum(self._between(*span) for span in self._spans), self._between(*self._step)
+    def seconds(self, num_stages: int) -> list[float]:
+        """Of the whole step, and behind it computing of each stage."""
+        found = [self._between(*self._step)] + [0.0] * num_stages
+        for stage, *span in self._spans:
+            found[1 + stage] += self._between(*span)
+        return found
 
     def _now(self) -> Any:
         if not self.on_gpu:

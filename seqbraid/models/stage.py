@@ -67,6 +67,21 @@ class StageCall(NamedTuple):
     """What the first layer was given; None on the first stage, and without multi-token prediction."""
 
 
+class StageTimes(NamedTuple):
+    """Of a step, over all ranks."""
+
+    waiting: float
+    """The share of the step in which ranks waited for other stages: the bubble."""
+    seconds: tuple[float, ...]
+    """What each stage computed, the mean of its ranks."""
+
+    def summary(self) -> dict[str, float]:
+        """As it is logged."""
+        return {"pipeline_bubble": self.waiting} | {
+            f"pipeline_stage_{number}_s": x for number, x in enumerate(self.seconds)
+        }
+
+
 class Pipeline(Protocol):
     """What runs the micro-batches of a model that is cut into stages (`distributed/pipeline.py`)."""
 
@@ -86,8 +101,8 @@ class Pipeline(Protocol):
         last stage give, in the order of the batches; nothing on ranks without it.
         """
 
-    def waiting(self) -> float:
-        """The share of the latest step in which ranks waited for other stages; all ranks call it."""
+    def times(self) -> StageTimes:
+        """Of the latest step; all ranks call it."""
 
     def full_state(self, trained_alone: bool) -> dict[str, Any]:
         """See `BraidedModel.full_state`."""

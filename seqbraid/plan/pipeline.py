@@ -64,6 +64,15 @@ class PipelineOptions:
         """Of all ranks."""
         return pp * (self.stages_per_rank or (1 if self.schedule == "1f1b" else 2))
 
+    def waiting(self, pp: int, micro_batches: int) -> float:
+        """The share of a step that ranks wait where all stages are alike.
+
+        >>> PipelineOptions().waiting(pp=4, micro_batches=12)
+        0.2
+        """
+        each = self.num_stages(pp) // pp
+        return (pp - 1) / (each * micro_batches + pp - 1)
+
     def in_flight(self, pp: int, rank: int) -> float:
         """Micro-batches whose activations a rank holds at the most, in those of all its layers."""
         if self.schedule == "1f1b":

@@ -49,7 +49,10 @@ def dry_run(config: TrainConfig, console: Console | None = None) -> None:
     if mesh.pp > 1:
         stages = cut_into_stages(adapter.parts, mesh.pp, config.pipeline)
         layers = ", ".join(str(len(stage.layers)) for stage in stages)
-        table.add_row("stages", f"{config.pipeline.schedule}, of {layers} layers")
+        rows = -(-config.train.batch_tokens // config.data.row_tokens // mesh.data_world_size)
+        waiting = config.pipeline.waiting(mesh.pp, max(1, rows))
+        alike = f"ranks wait {waiting:.0%} of a step, if all stages are alike"
+        table.add_row("stages", f"{config.pipeline.schedule}, of {layers} layers; {alike}")
     console.print(table)
     console.print(*_batch(config, model, mesh))
     memory, device = config.memory, make_device()

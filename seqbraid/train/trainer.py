@@ -253,7 +253,7 @@ class Trainer:
             fill=data.fill,
         )
         if self.model.pipeline is not None:
-            metrics["pipeline_bubble"] = self.model.pipeline.waiting()
+            metrics |= self.model.pipeline.times().summary()
         if done.skipped:
             self.news.skipped(self.step, done.skipped)
         self._after_step({**metrics, **done.metrics}, agreed.flag)

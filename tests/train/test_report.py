@@ -97,7 +97,7 @@ class Text(HTMLParser):
 def test_a_run_is_drawn_and_summed_up(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "run", [4.0, 3.0, 2.5], lr=1e-4, tokens=1000, tokens_per_s=500.0, memory_gib=3.25,
-        data_wait_s=0.0, padding=0.125, accuracy=0.5,
+        data_wait_s=0.0, padding=0.125, accuracy=0.5, pipeline_bubble=0.25, expert_load_max=1.5,
     )  # fmt: skip
     append(run, '{"step": 3, "eval_loss": 2.75, "time": 1008.0}\n')
     append(run, '{"step": 3, "event": "checkpoint", "seconds": 1.5, "time": 1008.5}\n')
@@ -107,7 +107,7 @@ def test_a_run_is_drawn_and_summed_up(tmp_path: Path) -> None:
     drawn = plots(page)
     assert set(drawn) == {
         "Loss", "Next-token accuracy", "Gradient norm", "Learning rate", "Speed", "Peak memory",
-        "Waiting for data", "Padding",
+        "Waiting for data", "Padding", "Waiting for other pipeline stages", "Picks of the busiest expert",
     }  # fmt: skip
     loss = curves(drawn["Loss"])
     assert set(loss) == {"run", "run, eval"}

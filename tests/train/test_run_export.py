@@ -218,7 +218,7 @@ def test_a_dry_run_shows_the_plan_of_a_mesh_that_is_not_there(
     code, _, err = plan("--mesh.ulysses=3")
     assert code == 2 and "ulysses=3" in err
     code, out, err = plan("--mesh.pp=2")
-    assert code == 0 and "1f1b, of 2, 1 layers" in out, err
+    assert code == 0 and "1f1b, of 2, 1 layers; ranks wait 33% of a step" in out, err  # two rows
     code, _, err = plan("--mesh.pp=4")
     assert code == 2 and "too few for 4 stages" in err
     code, _, err = plan(model=str(tmp_path / "nothing"))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import seqbraid as sb
 from seqbraid.models.tiny.decoders import tiny_model
-from seqbraid.train.config import CheckpointConfig, LogConfig, MeshConfig, StepConfig
+from seqbraid.train.config import CheckpointConfig, LogConfig, MeshConfig, StepConfig, TrainConfig
 from seqbraid.train.lora import LoraOptions, add_lora, save_adapter
-from tests.helpers.ranks import run
+from seqbraid.train.setup import make_mesh
+from seqbraid.train.trainer import Trainer
+from tests.helpers.ranks import errors, run
 from tests.train.test_train import (  # noqa: F401  the fixture is found by its name
     _train_and_stop,
     _weights,
@@ -48,6 +53,10 @@ def test_the_curve_is_that_of_one_process_and_a_run_goes_on_with_a_ring_and_back
     assert furthest(*norms) < 1e-4
     for record in logged(whole):
         assert 0 <= record["pipeline_bubble"] < 1
+        stages = [record[f"pipeline_stage_{number}_s"] for number in (0, 1)]
+        assert min(stages) > 0
+        # Both ranks' steps are about as long: what is left of them was waiting.
+        assert max(stages) < record["step_s"] and sum(stages) < 2 * record["step_s"]
 
     run(_train_and_stop, 2, config(shapes, begun, **common, mesh=STAGES), 2)
     shutil.copytree(begun, elsewhere)
@@ -56,6 +65,39 @@ def test_the_curve_is_that_of_one_process_and_a_run_goes_on_with_a_ring_and_back
     run(_train_and_stop, 2, config(shapes, elsewhere, **common, mesh=RING), 4)
     run(train, 2, config(shapes, elsewhere, **common, mesh=STAGES))
     assert furthest(losses(elsewhere), losses(whole)) < 1e-5
+
+
+def failing(settings: TrainConfig, rank: int) -> None:
+    """A layer of one rank raises in the second step; its process ends, as under torchrun."""
+    trainer = Trainer(settings, make_mesh(settings))
+    layer: Any = trainer.model.parts.layers[0].module
+
+    def fail(*_: Any) -> None:
+        if trainer.step == 1 and trainer.mesh.rank == rank:
+            raise RuntimeError("the layer is odd")
+
+    layer.register_forward_pre_hook(fail)
+    try:
+        trainer.run()
+    except RuntimeError:
+        if trainer.mesh.rank == rank:
+            os._exit(1)
+        raise
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_inside_a_stage_ends_all_with_its_reason(
+    shapes: Path,  # noqa: F811
+    tmp_path: Path,
+    rank: int,
+) -> None:
+    """The first stage waits for gradients, the last one for hidden states."""
+    settings = config(shapes, tmp_path / "run", model="tiny:qwen3_vl", mesh=STAGES)
+    found = errors(failing, 2, settings, rank)
+    assert found[rank].message == "the process died" and "onnection" in found[1 - rank].message
+    ended = json.loads((tmp_path / "run/ended.json").read_text())
+    assert (ended["reason"], ended["rank"], ended["step"]) == ("failed", rank, 1)
+    assert ended["error"] == "RuntimeError: the layer is odd"
 
 
 def kept(folder: Path) -> None:

@@ -20,6 +20,7 @@ METRICS = (
     "loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "data_wait_s", "padding",
     "fill", "accuracy", "eval_accuracy", "tokens", "step_s",
     "mtp_loss", "eval_mtp_loss", "mtp_acceptance_1", "eval_mtp_acceptance_1",
+    "expert_load_max", "pipeline_bubble",
 )  # fmt: skip
 """What is kept of a log; the rest of a long one need not be in memory."""
 
