@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from ..models.parts import tensors_by_name
 from ..models.router import stock_num_experts
 from ..models.running import normal_tensors
 from ..models.stage import Elsewhere, Stage, StageCall, StageTimes
-from ..models.values import stage_logits
 from .stage_clock import StageClock
 from .tied import TiedCopy
 
@@ -71,7 +69,6 @@ class StagePipeline:
         self.model, self.stages, self.dtype = model, tuple(stages), dtype
         self.wide = torch.promote_types(dtype, torch.float32)
         self.width = int(model.parts.config.hidden_size)
-        self.vocabulary = int(model.parts.config.vocab_size)
         self.group = model.mesh.process_group("pp")
         self.tied: TiedCopy | None = None
         if is_tied:
@@ -134,15 +131,18 @@ class StagePipeline:
         return StageTimes(waiting, tuple(x * mesh.pp / mesh.world_size for x in of_stages))
 
     @torch.no_grad()
-    def logits(self, batch: PackedBatch) -> list[Tensor]:
+    def values(
+        self,
+        batch: PackedBatch,
+        call: Callable[[PackedBatch, StageCall], Any],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
         """See `models.stage.Pipeline`."""
-        found = self.run([batch.to(self.model.device)], partial(stage_logits, self.model))
-        shapes = [(length, self.vocabulary) for length in batch.layout.lengths]
-        own = (
-            found[0]
-            if found
-            else [torch.empty(s, dtype=self.dtype, device=self.model.device) for s in shapes]
-        )
+        device = self.model.device
+        found = self.run([batch.to(device)], call)
+        own = found[0] if found else [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        own = [x.contiguous() for x in own]
         last = (self.stages[0].num_stages - 1) % self.model.mesh.pp
         for x in own:
             dist.broadcast(x, group=self.group, group_src=last)

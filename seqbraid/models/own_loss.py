@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.consensus import agree
+from ..comm.consensus import agree, gather_objects
 from .local_tokens import LocalTokens, TokenLoss
 
 
@@ -39,6 +39,15 @@ class OwnLoss:
         # Whatever it depends on: a rank whose loss is a constant has the backward that the others wait for.
         found: Tensor = _Tied.apply(loss, *tokens.tied)  # type: ignore[no-untyped-call]
         return found
+
+    def spread_metrics(self, group: dist.ProcessGroup | None, is_called: bool, device: torch.device) -> None:
+        """Give ranks that call no loss, as other pipeline stages, the metrics of those that do, as zeros."""
+        names = next(
+            x for x in gather_objects(group, [*self.metrics] if is_called else None) if x is not None
+        )
+        if not is_called:
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            self.metrics = dict.fromkeys(names, zero)
 
     def settle(self, group: dist.ProcessGroup | None) -> None:
         """Raise on all ranks of a (CPU) group what one refuses: only running the loss shows it."""

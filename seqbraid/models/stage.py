@@ -85,6 +85,8 @@ class StageTimes(NamedTuple):
 class Pipeline(Protocol):
     """What runs the micro-batches of a model that is cut into stages (`distributed/pipeline.py`)."""
 
+    dtype: torch.dtype
+    """What hidden states are in."""
     wide: torch.dtype
     """What losses and the sums of routers are in."""
 
@@ -107,8 +109,16 @@ class Pipeline(Protocol):
     def full_state(self, trained_alone: bool) -> dict[str, Any]:
         """See `BraidedModel.full_state`."""
 
-    def logits(self, batch: PackedBatch) -> list[Tensor]:
-        """`BraidedModel.logits` of a batch that all ranks have agreed on."""
+    def values(
+        self,
+        batch: PackedBatch,
+        call: Callable[[PackedBatch, StageCall], Any],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """What `call` gives on the last stage for a batch that all ranks have agreed on, tensors of these
+        shapes, on all stages; without a gradient.
+        """
 
 
 def without_weights(model: PreTrainedModel) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .agreement import Agreed, Divisor, check_divisor, check_not_cut
+from .agreement import Agreed, Divisor, check_divisor
 from .batch import BadBatch, PackedBatch
 from .braided import BraidedModel
 from .local_tokens import TokenLoss
@@ -48,8 +48,6 @@ def agree_on(
     if loss is not None:  # which gathers a sharded head once more
         call += f" with loss={OwnLoss(loss).name}"
     try:
-        if loss is not None:
-            check_not_cut(model.mesh, "a loss of your own")
         if check_divisor(divisor) is not None:
             call += f" with divisor={divisor}"
     except ValueError as problem:
@@ -164,6 +162,9 @@ def _through_stages(
 
     depth = batches[0].mtp_depth
     found = model.pipeline.run(batches, call, after, with_router=has_router, with_mtp=depth > 0)
+    if numbers.loss is not None:
+        numbers.loss.spread_metrics(model.mesh.cpu_group, bool(found), model.device)
+        numbers.loss.settle(model.mesh.cpu_group)
     total = torch.zeros((), dtype=model.pipeline.wide, device=model.device)
     sums = torch.zeros(len(batches), 3 + MTP_SUMS * depth, dtype=torch.float64, device=model.device)
     if found:

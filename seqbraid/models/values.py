@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -57,23 +59,33 @@ class BraidedModel(Protocol):
 def logits(model: BraidedModel, batch: PackedBatch) -> list[Tensor]:
     """See `BraidedModel.logits`."""
     model.agree("logits", [batch], 0)
+    if (pipeline := model.pipeline) is not None:
+        shapes = [(length, int(model.parts.config.vocab_size)) for length in batch.layout.lengths]
+        return _of_last_stage(model, pipeline, batch, _logits, 0, shapes, pipeline.dtype)
     with torch.no_grad(), normal_tensors():
-        if model.pipeline is not None:
-            return model.pipeline.logits(batch)
         found: list[Tensor] = model.gathered(_logits, batch)
     model.free()
     return found
 
 
-def stage_logits(model: BraidedModel, batch: PackedBatch, call: StageCall) -> Travelling | list[Tensor]:
-    """What goes to the next pipeline stage; on the last one the logits."""
-    return model.gathered(_stage_logits, batch, call)
+def _of_last_stage(
+    model: BraidedModel,
+    pipeline: Pipeline,
+    batch: PackedBatch,
+    function: Callable[..., Sequence[Tensor]],
+    seed: int | None,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """What the function gives on the last pipeline stage, tensors of these shapes, on all stages."""
 
+    def of_stage(model: BraidedModel, batch: PackedBatch, call: StageCall) -> Travelling | Sequence[Tensor]:
+        if call.stage.is_last:
+            return function(model, batch, seed, call=call)
+        return Travelling(model.decode(batch, False, seed, call=call).hidden_TD)
 
-def _stage_logits(model: BraidedModel, batch: PackedBatch, call: StageCall) -> Travelling | list[Tensor]:
-    if call.stage.is_last:
-        return _logits(model, batch, call)
-    return Travelling(model.decode(batch, False, 0, call=call).hidden_TD)
+    with torch.no_grad(), normal_tensors():
+        return pipeline.values(batch, partial(model.gathered, of_stage), shapes, dtype)
 
 
 def token_logprobs(
@@ -82,15 +94,21 @@ def token_logprobs(
     """See `BraidedModel.token_logprobs`."""
     error = None
     try:
-        check_not_cut(model.mesh, "token_logprobs")
+        if torch.is_grad_enabled():
+            check_not_cut(model.mesh, "token_logprobs with a gradient, unlike forward_backward(…, loss=…),")
         check_temperature(temperature)
     except ValueError as problem:
         error = problem
     call = f"token_logprobs(temperature={temperature}, entropy={entropy})"
     model.agree(call, [batch], seed, error=error)
     batch = batch.to(model.device)
+    logprobs = partial(_logprobs, temperature=float(temperature), entropy=entropy)
+    if (pipeline := model.pipeline) is not None:
+        shapes = [tuple(batch.targets.shape)] * (1 + entropy)
+        found = _of_last_stage(model, pipeline, batch, logprobs, seed, shapes, pipeline.wide)
+        return TokenLogprobs(batch, model.groups["sequence"], *found)
     with normal_tensors():
-        values = torch.stack(model.gathered(_logprobs, batch, float(temperature), entropy, seed))
+        values = torch.stack(model.gathered(logprobs, batch, seed))
     if torch.is_grad_enabled():
         values = backward_once(values, model.mesh.cpu_group)
     else:
@@ -144,7 +162,9 @@ def head_for_backward(model: BraidedModel) -> nn.Linear:
     return model.parts.head
 
 
-def _logits(model: BraidedModel, batch: PackedBatch, call: StageCall | None = None) -> list[Tensor]:
+def _logits(
+    model: BraidedModel, batch: PackedBatch, seed: int | None = 0, call: StageCall | None = None
+) -> list[Tensor]:
     shard, group = _vocabulary_shard(model), model.groups["tp"]
 
     def whole(hidden_TD: Tensor, head: nn.Linear) -> Tensor:
@@ -154,18 +174,23 @@ def _logits(model: BraidedModel, batch: PackedBatch, call: StageCall | None = No
         parts = group.all_gather(F.pad(own_TV, (0, shard.widest - own_TV.shape[1])))
         return torch.cat(parts, dim=1)[:, : head.weight.shape[0]]
 
-    logits_TV = call_with_head(model.parts.head, whole, _hidden_states(model, batch, 0, call))
+    logits_TV = call_with_head(model.parts.head, whole, _hidden_states(model, batch, seed, call))
     row = batch.layout.unshard(model.groups["sequence"].all_gather(logits_TV))
     return list(row.split(list(batch.layout.lengths)))
 
 
 def _logprobs(
-    model: BraidedModel, batch: PackedBatch, temperature: float, entropy: bool, seed: int | None
+    model: BraidedModel,
+    batch: PackedBatch,
+    seed: int | None,
+    temperature: float,
+    entropy: bool,
+    call: StageCall | None = None,
 ) -> tuple[Tensor, ...]:
     def logprobs(hidden_TD: Tensor, head: nn.Linear) -> tuple[Tensor, ...]:
         return head_part(model, head).logprobs(hidden_TD, batch.targets, temperature, entropy)
 
-    hidden_TD = _hidden_states(model, batch, seed)
+    hidden_TD = _hidden_states(model, batch, seed, call)
     return call_with_head(head_for_backward(model), logprobs, hidden_TD)
 
 

@@ -30,10 +30,12 @@ MESHES: dict[str, dict[str, int]] = {
     "both": {"ring": 2, "ulysses": 2},
     "tp": {"tp": 2},
     "data": {"dp_shard": 2},
+    "stages": {"pp": 2, "ring": 2},
 }
 CASES = [(family, mesh) for family in (*PLAIN, *MEDIA) for mesh in ("both", "tp")]
 CASES += [(family, mesh) for family in ("llama", "qwen3_5") for mesh in ("ring", "ulysses", "data")]
 CASES += [(family, "ulysses") for family in WINDOWS]
+CASES += [(family, "stages") for family in ("qwen3", "qwen3_moe", "qwen3_vl")]
 """`losses_grid.py` has the others."""
 
 

@@ -111,6 +111,24 @@ def test_log_probabilities_in_an_own_loop_equal_plain_code(axes: dict[str, int])
         assert max(float(x.abs().max()) for x in lists) > 1
 
 
+def as_a_reference(axes: dict[str, int]) -> list[Tensor]:
+    """Of a rank: log-probabilities and entropies of all samples, without a gradient."""
+    model = sb.parallelize(tiny_model("qwen3"), Mesh(**axes))
+    batch = sb.pack(samples(), model.model.config, model.mesh, policy="zigzag")
+    with torch.inference_mode():
+        found = model.token_logprobs(batch, temperature=0.7, entropy=True)
+    assert found.entropy is not None
+    return [*found.per_sample(), *found.per_sample(found.entropy)]
+
+
+def test_a_reference_in_stages_gives_all_ranks_its_values() -> None:
+    (alone,) = ranks.run(as_a_reference, 1, {})
+    for axes in ({"pp": 2, "ring": 2}, {"pp": 2, "tp": 2}):
+        for found in ranks.run(as_a_reference, 4, axes):
+            for ours, theirs in zip(found, alone, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_a_reference_in_inference_mode_leaves_nothing_that_a_backward_refuses() -> None:
     model = sb.parallelize(tiny_model("llama"))
     batch = sb.pack(samples(reward=lambda i, n: float(i)), model.model.config)
@@ -155,9 +173,9 @@ def minus_logprobs(tokens: sb.LocalTokens) -> tuple[Tensor, dict[str, Any]]:
     return -tokens.logprobs().sum(), {"tokens": tokens.labelled.sum()}
 
 
-def divided() -> None:
+def divided(axis: str) -> None:
     """Of two data ranks, one of which has a row with few tokens, so that some ranks see no label."""
-    mesh = Mesh(dp_shard=2, ring=2)
+    mesh = Mesh(**{"dp_shard": 2, axis: 2})
     model = sb.parallelize(tiny_model("llama"), mesh)
     rows = [samples()[2 * mesh.data_rank :], [{"input_ids": [1, 2]}]]
     batches = [sb.pack(row, model.model.config, mesh) for row in rows]
@@ -180,8 +198,9 @@ def divided() -> None:
             assert relative(gradient * number, wanted[name] * plain.label_tokens) < 1e-5, name
 
 
-def test_a_sum_is_divided_by_what_is_asked_for() -> None:
-    ranks.run(divided, 4)
+@pytest.mark.parametrize("axis", ["ring", "pp"])
+def test_a_sum_is_divided_by_what_is_asked_for(axis: str) -> None:
+    ranks.run(divided, 4, axis)
 
 
 def weighted() -> None:
@@ -295,8 +314,8 @@ def second_backward() -> None:
         (step_with, (mean_of_none, {"tp": 2}), r"call .sum\(\) on it"),
         (step_with, (None, None, field_of_one_rank), "field 'advantages' has 31 entries for 30"),
         (step_with, (None, None, fields_that_differ), "share a row but packed different samples"),
-        (step_with, (mean_of_none, {"pp": 2}), "a loss of your own is not supported with pp=2"),
-        (values_of_stages, ("token_logprobs",), "token_logprobs is not supported with pp=2"),
+        (step_with, (mean_of_none, {"pp": 2}), r"call .sum\(\) on it"),
+        (values_of_stages, ("token_logprobs",), "with a gradient, unlike .* is not supported with pp=2"),
         (values_of_stages, ("hidden_states",), "hidden_states is not supported with pp=2"),
         (reference_on_another_mesh, (), "pass the model's mesh to pack"),
         (temperature_of_one_rank, (0.0,), "temperature=0.0 is not a number above 0"),
