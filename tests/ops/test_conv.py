@@ -184,7 +184,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     x, weight = rand(6, CHANNELS), rand(CHANNELS, 4)
     with pytest.raises(ValueError, match="weight"):
         causal_conv(x, rand(CHANNELS + 1, 4), None, [0, 6])
-    with pytest.raises(ValueError, match="taps"):
+    with pytest.raises(ValueError, match="width 0; it must be at least 1"):
         causal_conv(x, rand(CHANNELS, 0), None, [0, 6])
     with pytest.raises(ValueError, match=r"x .* do not fit"):
         causal_conv(x[None], weight, None, [0, 6])

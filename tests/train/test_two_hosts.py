@@ -72,7 +72,8 @@ def test_a_host_that_is_cut_off_in_a_step_is_named_and_both_hosts_end(
         assert re.search(named, stayed), stayed
     assert f"the job's store at {ADDRESSES[0]}:" in was_cut and "has not answered rank" in was_cut
     ended = json.loads((out / "ended.json").read_text())
-    assert (ended["reason"], ended["status"]) == ("failed", 1) and ended["step"] >= 3
+    # The rank that says so may not have heard the end of the third step.
+    assert (ended["reason"], ended["status"]) == ("failed", 1) and ended["step"] >= 2
     # Here both reach the folder, and who is first writes.
     said = {"host-0": "rank 2 (host host-1, process ", "host-1": "the job's store at "}
     assert said[ended["host"]] in ended["error"]

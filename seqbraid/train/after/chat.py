@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ...data.chat.special import special_pattern
@@ -100,11 +103,16 @@ class Chat:
             says(piece)
 
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _AskedToStop() as asked:
                 self.model.generate(
-                    **inputs, **self._settings(inputs), streamer=_Pieces(self.tokenizer, hear)
+                    **inputs,
+                    **self._settings(inputs),
+                    streamer=_Pieces(self.tokenizer, hear),
+                    stopping_criteria=StoppingCriteriaList([asked]),
                 )
-        except KeyboardInterrupt:
+            if asked.once:
+                hear(" …")
+        except KeyboardInterrupt:  # the second, which does not wait for a token
             hear(" …")
         answer = "".join(pieces).strip()
         self.turns = [*turns, {"role": "assistant", "content": answer}]
@@ -169,6 +177,33 @@ class Chat:
         if special:
             ends = [*ends, self.tokenizer.convert_tokens_to_ids(special[0])]
         return [end for end in dict.fromkeys([*ends, self.tokenizer.eos_token_id]) if end is not None]
+
+
+class _AskedToStop(StoppingCriteria):
+    """A Ctrl-C, which ends an answer behind a token: as an exception it may come up where it is swallowed (in
+    a finalizer, say). The second one is the exception that it always is.
+    """
+
+    def __init__(self) -> None:
+        self.once = False
+
+    def __enter__(self) -> _AskedToStop:
+        self.here = threading.current_thread() is threading.main_thread()  # others cannot
+        if self.here:
+            self.before = signal.signal(signal.SIGINT, self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.here:
+            signal.signal(signal.SIGINT, self.before)
+
+    def _heard(self, *_: object) -> None:
+        self.once = True
+        signal.signal(signal.SIGINT, self.before)
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Whether each answer ends here."""
+        return torch.full((len(input_ids),), self.once, dtype=torch.bool, device=input_ids.device)
 
 
 class _Pieces(BaseStreamer):

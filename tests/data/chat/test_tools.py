@@ -127,7 +127,7 @@ def test_axolotls_flags_choose_the_turns_with_labels() -> None:
     _, tokenizer = tiny_training_model("qwen3_5_text")
     assert tokenizer.decode([one for one in labels if one != -100]) == "So.<|im_end|>"
     assert tokenizer.decode([one for one in whole if one != -100]) == "Hi<|im_end|>So.<|im_end|>"
-    with pytest.raises(ValueError, match=r"conversations\[2\].train is true on a user turn"):
+    with pytest.raises(ValueError, match=r"conversations\[2\].train is True \(bool\) on a user turn"):
         labelled([*turns[:2], {**turns[2], "train": True}, turns[3]], "conversations")
 
 

@@ -265,8 +265,8 @@ def test_over_long_text_is_cut_and_over_long_media_are_bad() -> None:
     assert samples[2]["labels"].tolist() == list(range(32))
     assert cut.bad.count == 1
     assert (
-        "cannot truncate a sample with the key 'pixel_values', only input_ids, labels, attention_mask: a cut "
-        "could take placeholders and leave their media; use over_long='drop'"
+        "cannot truncate a sample with the key 'pixel_values', only input_ids, labels, attention_mask, "
+        "fields: a cut could take placeholders and leave their media; use over_long='drop'"
     ) in cut.bad.first[0].reason
     assert (cut.over_long.count, cut.over_long.tokens_lost) == (2, 18 + 8)
     assert sum(step.tokens for step in steps) == sum(min(32, r["n"]) for r in source if r["id"] != 5)
