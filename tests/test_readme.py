@@ -25,21 +25,25 @@ LENGTHS = (5, 70, 3, 41)
 def examples() -> list[str]:
     found = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     found = [example for example in found if "integrations" not in example]  # tests/integrations has those
-    assert len(found) == 2
+    assert len(found) == 3
     return found
 
 
 def samples() -> list[dict[str, Any]]:
-    return random_samples(LENGTHS, 97)
+    """With a field that only a loss of one's own reads."""
+    found = random_samples(LENGTHS, 97)
+    for sample in found:
+        sample["fields"] = {"advantages": torch.linspace(-1, 2, len(sample["input_ids"]))}
+    return found
 
 
 def num_labels() -> int:
     return sum(int((sample["labels"][1:] != -100).sum()) for sample in samples())
 
 
-def on_a_rank(folder: str) -> tuple[float, float, dict[str, torch.Tensor]]:
+def on_a_rank(folder: str) -> tuple[float, float, float, dict[str, torch.Tensor]]:
     model, tokenizer = tiny_training_model("qwen3_5_text", seed=0)
-    first, second = (example.replace('"out/"', repr(folder)) for example in examples())
+    first, second, third = (example.replace('"out/"', repr(folder)) for example in examples())
     scope: dict[str, Any] = {"hf_model": model, "samples": samples(), "tokenizer": tokenizer}
     exec(first, scope)
     own, mean_loss = scope["model"], scope["out"].mean_loss.item()
@@ -51,26 +55,31 @@ def on_a_rank(folder: str) -> tuple[float, float, dict[str, torch.Tensor]]:
     scope["micro_batches"] = [[sample] for sample in scope["mine"]]
     exec(second, scope)
     assert scope["out"].label_tokens == num_labels()
-    return mean_loss, scope["out"].mean_loss.item(), gradients
+    of_micro_batches = scope["out"].mean_loss.item()
+    exec(third, scope)
+    return mean_loss, of_micro_batches, scope["out"].mean_loss.item(), gradients
 
 
-def alone() -> tuple[float, dict[str, torch.Tensor]]:
-    """The stock model on each sample alone, the sum divided once."""
+def alone() -> tuple[float, float, dict[str, torch.Tensor]]:
+    """The stock model on each sample alone: its loss with gradients, and the loss of the third example."""
     model, _ = tiny_training_model("qwen3_5_text", seed=0)
-    count, total = num_labels(), 0.0
+    count, total, gained = num_labels(), 0.0, 0.0
     for sample in samples():
         logits = model(input_ids=sample["input_ids"][None], use_cache=False).logits[0]
-        loss = cross_entropy(logits[:-1], sample["labels"][1:], ignore_index=-100, reduction="sum") / count
+        losses = cross_entropy(logits[:-1], sample["labels"][1:], ignore_index=-100, reduction="none")
+        gained += float((losses.detach() * sample["fields"]["advantages"][1:]).sum()) / len(LENGTHS)
+        loss = losses.sum() / count
         loss.backward()
         total += loss.item()
-    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return total, gained, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_the_examples_give_the_loss_and_gradients_of_the_stock_model(tmp_path: Path) -> None:
-    loss, wanted = alone()
-    for mean_loss, of_micro_batches, gradients in run(on_a_rank, 8, str(tmp_path)):
+    loss, gained, wanted = alone()
+    for mean_loss, of_micro_batches, own_loss, gradients in run(on_a_rank, 8, str(tmp_path)):
         assert abs(mean_loss - loss) < 1e-5 * loss
         assert abs(of_micro_batches - loss) < 1e-5 * loss
+        assert abs(own_loss - gained) < 1e-5 * abs(gained)
         assert gradients.keys() == wanted.keys()
         for name, gradient in gradients.items():
             assert (gradient - wanted[name]).norm() < 1e-3 * wanted[name].norm(), name
