@@ -42,7 +42,7 @@ def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, int]
         types = {f"{name}_ptr": "*fp32" if name == "g" else "*bf16" for name in names if name != "scale"}
         types |= STATES | ({"scale": "fp32"} if "scale" in names else {})
         found.append((kernel, types, HEADS | {"COLUMNS": columns}, tuple(options)))
-    rows = {"targets": "*i64", "losses": "*fp32", "correct": "*i1", "num_columns": "i32", "stride": "i64"}
+    rows = {"targets": "*i64", "losses": "*fp32", "bests": "*i64", "num_columns": "i32", "stride": "i64"}
     for dtype in ("bf16", "fp32"):
         types = rows | {"logits": f"*{dtype}", "picked": f"*{dtype}"}
         sizes = {"BLOCK": cross_entropy_triton.BLOCK, "GRADIENT": True}
