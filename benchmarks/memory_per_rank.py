@@ -1,11 +1,12 @@
 """The memory of a rank falls as 1/P: what it holds of the parameters, and what autograd keeps of one long
 sequence, on 1, 2, 4 and 8 CPU ranks.
 
-`python benchmarks/memory_per_rank.py` counts the bytes of a rank's parameters, those that the forward saves
-for the backward (each storage once, parameters left out), and the largest tensor with a dim of the whole
-sequence that any operation makes on any rank. With `--mesh tp` also what norms and residuals keep, which have
-a rank's own tokens, and that no rank makes a tensor of the whole vocabulary; with `--mesh ep` that none has
-all experts of a layer.
+`python benchmarks/memory_per_rank.py` counts the bytes of a rank's parameters (its shards, and at the peak
+beside them what FSDP2 has gathered of the units at work), those that the forward saves for the backward
+(each storage once, parameters left out), and the largest tensor with a dim of the whole sequence that any
+operation makes on any rank. With `--mesh tp` also what norms and residuals keep, which have a rank's own
+tokens, and that no rank makes a tensor of the whole vocabulary; with `--mesh ep` that none has all experts of
+a layer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,11 +32,15 @@ VOCABULARY, EXPERTS = 131, 16
 
 class LargestTensor(TorchDispatchMode):
     """Remembers the largest tensor with a dim of at least the whole sequence that any operation returned, and
-    whether one was of the whole vocabulary or of all experts.
+    whether one was of the whole vocabulary or of all experts; and the most that was gathered at once.
     """
 
-    def __init__(self, tokens: int, experts: int) -> None:
+    def __init__(self, tokens: int, experts: int, model: torch.nn.Module) -> None:
         super().__init__()
+        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        self.units = [group for state in states if (group := state._fsdp_param_group) is not None]
+        self.gathered = 0
+        """Bytes of whole parameters, and of those on their way."""
         self.tokens = tokens
         self.experts = experts
         """Numbers of all experts of a layer."""
@@ -44,6 +50,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.gathered = max(self.gathered, sum(map(_gathered, self.units)))
         for leaf in tree_leaves(out):
             # A DTensor has the shape of the whole, and is computed by parts.
             if type(leaf) is torch.Tensor and not leaf.is_meta:
@@ -57,6 +64,20 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+def _gathered(unit: Any) -> int:
+    """Bytes that a unit of FSDP2 has beside its shards just now."""
+    coming = unit._all_gather_result
+    whole = [x for p in unit.fsdp_params for x in p.all_gather_outputs]
+    whole += [] if coming is None else [coming.all_gather_output]
+    return sum(x.untyped_storage().nbytes() for x in whole)
+
+
+def largest_unit(model: torch.nn.Module) -> int:
+    """Bytes of the parameters of the largest unit, whole."""
+    units = LargestTensor(1, 0, model).units
+    return max((sum(p._orig_size.numel() for p in unit.fsdp_params) * 4 for unit in units), default=0)
+
+
 def _stored(x: torch.Tensor) -> int:
     try:
         return x.untyped_storage().nbytes() // x.element_size()
@@ -68,7 +89,11 @@ class Found(NamedTuple):
     """Of a rank."""
 
     held: int
-    """Bytes of parameters."""
+    """Bytes of parameters, its shards."""
+    peak: int
+    """The most bytes of parameters at once: shards, and the units that are gathered."""
+    unit: int
+    """Bytes of the largest unit."""
     saved: int
     """Bytes kept for the backward."""
     own: int
@@ -112,7 +137,8 @@ def measure(mesh: Mesh, args: argparse.Namespace) -> Found:
                 own[place] = saved[place]
         return x
 
-    with LargestTensor(args.tokens, experts) as largest:
+    unit = largest_unit(model)
+    with LargestTensor(args.tokens, experts, model) as largest:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             out = model(batch)
         parameters = {
@@ -120,7 +146,9 @@ def measure(mesh: Mesh, args: argparse.Namespace) -> Found:
         }
         out.loss.backward()
     kept = {place: size for place, size in saved.items() if place not in parameters}
-    return Found(held, sum(kept.values()), sum(own.values()), largest.elements, largest.shape, largest.whole)
+    peak = held + largest.gathered
+    sums = sum(kept.values()), sum(own.values())
+    return Found(held, peak, unit, *sums, largest.elements, largest.shape, largest.whole)
 
 
 def rank_main(rank: int, size: int, store: str, args: argparse.Namespace, results: str) -> None:
@@ -165,15 +193,15 @@ def main() -> None:
             results = f"{folder}/results.pt"
             mp.spawn(rank_main, (size, f"{folder}/store", args, results), nprocs=size)
             found: list[Found] = torch.load(results, weights_only=False)
-        most = Found(*(max(values) for values in zip(*(x[:5] for x in found), strict=True)), set())
+        most = Found(*(max(values) for values in zip(*(x[:-1] for x in found), strict=True)), set())
         whole = set().union(*(x.whole for x in found))
-        alone = alone or Found(most.held * size, most.saved * size, most.own * size, 0, (), set())
-        of_one = [
-            f"{now * size / max(1, before):5.3f} of (P = 1) / P"
-            for now, before in zip(most[:3], alone[:3], strict=True)
-        ]
+        alone = alone or most._replace(held=most.held * size, saved=most.saved * size, own=most.own * size)
+        pairs = ((most.held, alone.held), (most.saved, alone.saved), (most.own, alone.own))
+        of_one = [f"{now * size / max(1, before):5.3f} of (P = 1) / P" for now, before in pairs]
         print(
-            f"P={size}: parameters {most.held / 2**20:6.2f} MiB a rank, {of_one[0]}; saved for backward "
+            f"P={size}: parameters {most.held / 2**20:6.2f} MiB a rank, {of_one[0]}, and at the peak "
+            f"{most.peak / 2**20:.2f} with what is gathered (the largest unit has "
+            f"{most.unit / 2**20:.2f}); saved for backward "
             f"{most.saved / 2**20:7.2f} MiB, {of_one[1]}; norms and residuals {of_one[2]}; largest tensor "
             f"over the whole sequence {most.shape}, {most.elements / full:.2f} × tokens × hidden"
         )

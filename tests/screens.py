@@ -51,7 +51,8 @@ def on_terminal(arguments: Sequence[str], typed: Sequence[str] = ()) -> str:
     """What a terminal shows when a command has ended, with the codes of its colors; lines are typed where it
     asks for them, and then Ctrl-D.
     """
-    done, waiting = "seqbraid-screen-is-done", list(typed)
+    done = "seqbraid-screen-is-done"
+    keys = [*([line, "Enter"] for line in typed), ["C-d"]] if typed else []
     command = f"clear; export COLORTERM=truecolor; {shlex.join([sys.executable, *arguments])}; echo {done}"
     # As tall as it may become, so that nothing scrolls out of it.
     tmux("new-session", "-d", "-s", "screen", "-x", str(COLUMNS), "-y", str(LINES), "-c", str(ROOT), "sh")
@@ -63,8 +64,8 @@ def on_terminal(arguments: Sequence[str], typed: Sequence[str] = ()) -> str:
             lines = tmux("capture-pane", "-e", "-p", "-t", "screen").rstrip().splitlines()
             if done in [line.strip() for line in lines]:
                 return "\n".join(lines[: [line.strip() for line in lines].index(done)])
-            if typed and lines and lines[-1].strip() == ">":
-                tmux("send-keys", "-t", "screen", *([waiting.pop(0), "Enter"] if waiting else ["C-d"]))
+            if keys and lines and lines[-1].strip() == ">":  # once each: a second Ctrl-D would end the shell
+                tmux("send-keys", "-t", "screen", *keys.pop(0))
         raise TimeoutError(f"{command} has not ended after {LIMIT_S:g} s")
     finally:
         tmux("kill-server")

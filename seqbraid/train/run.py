@@ -49,7 +49,8 @@ def train(arguments: Sequence[str]) -> int:
     rank, world_size = launched()
     try:
         with watched(config, clocked_lines() if rank == 0 else None) as watchdog:
-            watchdog.where.starts(f"waiting for the other ranks, {world_size} in all")
+            if world_size > 1:
+                watchdog.where.starts(f"waiting for the other ranks, {world_size} in all")
             mesh = make_mesh(config)
             watchdog.join(mesh)
             if preempted_here(Path(config.out), mesh):

@@ -96,7 +96,8 @@ class Trainer:
         with raised_by_all(mesh.cpu_group):
             if mesh.rank == 0:
                 (self.folder / "model").mkdir(parents=True, exist_ok=True)
-        self.where.starts(f"loading the model {config.model} and sharding it over {mesh.world_size} ranks")
+        over = f" and sharding it over {mesh.world_size} ranks" if mesh.world_size > 1 else ""
+        self.where.starts(f"loading the model {config.model}{over}")
         memory, self.chosen = settle_checkpointing(config, mesh, self.device, state)
         self.checkpointing = memory.checkpointing
         self.model = braid(replace(config, memory=memory), mesh, self.device)
@@ -144,6 +145,7 @@ class Trainer:
 
     def run(self) -> Ending:
         """Train to the end, or until a signal asks to stop; the last step is always saved."""
+        self.where.starts(f"preparing the samples of step {self.step + 1}")  # before there is a bar
         with (
             stop_on_signals(self, says=self.mesh.rank == 0),
             run_sinks(self.folder, self.config, self.mesh, self.step + 1) as sinks,
@@ -162,7 +164,6 @@ class Trainer:
         return ending
 
     def _run(self) -> Ending:
-        self.where.starts(f"preparing the samples of step {self.step + 1}")
         found = [("changed", change) for change in self.changes]
         if self.chosen is not None:
             kind = "chosen" if self.config.memory.checkpointing == "auto" else "memory"

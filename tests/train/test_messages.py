@@ -25,6 +25,7 @@ def test_a_run_says_how_it_ended_and_that_it_was_finished(
     examples: Path,  # noqa: F811
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "run"
     path = tmp_path / "run.yaml"
@@ -36,8 +37,12 @@ def test_a_run_says_how_it_ended_and_that_it_was_finished(
     assert re.search(r"\nloss \d+\.\d{4}, \d:\d\d:\d\d in all\n", said)
     assert f"checkpoint: {out / 'checkpoints' / 'step-00000002'}\n" in said
     assert "loading the model tiny:qwen3" in said
-    assert main(["train", str(path)]) == 0
-    assert "It was already finished: nothing was trained" in capfd.readouterr().err
+    with monkeypatch.context() as on_a_terminal:
+        on_a_terminal.setenv("FORCE_COLOR", "1")
+        assert main(["train", str(path)]) == 0
+    said = capfd.readouterr().err
+    assert "It was already finished: nothing was trained" in said
+    assert said.index("preparing the samples of step 3") < said.index("━"), "no line within the bar"
     assert main(["export", str(out), "--out", str(tmp_path / "model")]) == 0
     printed = capfd.readouterr().out
     assert f"wrote {tmp_path / 'model'}: " in printed and "float32, in 1 file\n" in printed

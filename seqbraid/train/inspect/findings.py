@@ -43,7 +43,6 @@ class Spread:
 
     name: str
     numbers: Any
-    unit: str
 
     def at(self, share: float) -> int:
         """The number below which this share of them lies."""
@@ -77,14 +76,14 @@ def findings(
     """What the samples say of the run."""
     lengths = survey.numbers("length")
     media: Counter[str] = sum((one.media for one in survey.seen), Counter())
-    spreads = [Spread("tokens of a sample", lengths, "tokens")]
-    spreads.append(Spread("labels of a sample", survey.numbers("labels"), "tokens"))
+    spreads = [Spread("tokens of a sample", lengths)]
+    spreads.append(Spread("labels of a sample", survey.numbers("labels")))
     turns = survey.numbers("turns")
     if turns.any():
-        spreads.append(Spread("assistant turns of a sample", turns, "turns"))
+        spreads.append(Spread("assistant turns of a sample", turns))
     if media:
         count = np.asarray([sum(one.media.values()) for one in survey.seen], np.int64)
-        spreads.append(Spread("images, videos and clips of a sample", count, "items"))
+        spreads.append(Spread("images, videos and clips of a sample", count))
     per_source = []
     for number, name in enumerate(survey.sources):
         own, labels = survey.numbers("length", number), survey.numbers("labels", number)

@@ -125,7 +125,7 @@ def _histogram(spread: Spread) -> str:
     )
     ends = f"<text x='0' y='{height + 15}'>{bins[0][0]:,}</text>"
     ends += f"<text x='{width}' y='{height + 15}' text-anchor='end'>{bins[-1][1]:,}</text>"
-    middle = f"median {spread.at(0.5):,}, 95 % up to {spread.at(0.95):,}, most {spread.at(1):,} {spread.unit}"
+    middle = f"median {spread.at(0.5):,}, 95 % up to {spread.at(0.95):,}, most {spread.at(1):,}"
     name = escape(spread.name[0].upper() + spread.name[1:])
     said = f"<h2>{name}</h2><p class='soft'>{middle}</p>"
     if len(bins) < 2:

@@ -45,7 +45,8 @@ def show(
         console.print(shown)
     for notice in found.notices:
         word, style = ("stops", "bold red") if notice.stops else ("notice", "yellow")
-        console.print(Text.assemble((f"{word}: ", style), printable(notice.text)), soft_wrap=True)
+        text = Text.assemble((f"{word}: ", style), printable(notice.text))
+        console.print(text, soft_wrap=not console.is_terminal)  # a line each, where another program reads
 
 
 def _totals(config: TrainConfig, found: Findings) -> RenderableType:
@@ -74,7 +75,7 @@ def _sources(found: Findings) -> RenderableType:
 def _histogram(spread: Spread) -> RenderableType:
     bins = spread.bins(BINS)
     most = max((many for *_, many in bins), default=1)
-    middle = f"median {spread.at(0.5):,}, 95 % up to {spread.at(0.95):,}, most {spread.at(1):,} {spread.unit}"
+    middle = f"median {spread.at(0.5):,}, 95 % up to {spread.at(0.95):,}, most {spread.at(1):,}"
     title = Text.assemble((f"{spread.name[0].upper()}{spread.name[1:]}", "bold"), f": {middle}")
     table = Table(show_header=False, box=None, padding=(0, 1))
     for _ in range(2):
