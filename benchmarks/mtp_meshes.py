@@ -8,6 +8,7 @@ how often each depth's token is the one that the decoder itself finds best.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import seqbraid as sb
 from seqbraid.comm.rendezvous import join_on_cpu
@@ -21,8 +22,11 @@ from seqbraid.models.tiny.samples import random_samples
 AXES = ("ring", "ulysses", "tp", "pp")
 
 
-def line(name: str, mesh: sb.Mesh, lengths: list[int]) -> str:
-    """What a step gives on a mesh."""
+LENGTHS = (70, 13, 1, 2, 5, 40, 1, 22)
+
+
+def figures(mesh: sb.Mesh, lengths: Sequence[int] = LENGTHS) -> tuple[float, float, list[float]]:
+    """What a step gives on a mesh: the loss, the norm, and the share of each depth that is accepted."""
     model = with_mtp(tiny_model("qwen3_5", linear_num_key_heads=4), depth=2)
     samples = random_samples(lengths, 97, seed=3, ignored="some")
     braided = sb.parallelize(model, mesh)
@@ -34,16 +38,19 @@ def line(name: str, mesh: sb.Mesh, lengths: list[int]) -> str:
     norm = gradient_norm(own, mesh)
     braided.release()
     assert out.mtp is not None and out.mtp_loss is not None
-    kept = " ".join(
-        f"{x / n:6.1%}" for x, n in zip(out.mtp.accepted_tokens_K, out.mtp.label_tokens_K, strict=True)
-    )
-    return f"{name:>12}  {float(out.mtp_loss):.6f}  {norm:.6f}  {kept}"
+    return float(out.mtp_loss), norm, (out.mtp.accepted_tokens_K / out.mtp.label_tokens_K).tolist()
+
+
+def line(name: str, mesh: sb.Mesh, lengths: Sequence[int]) -> str:
+    """The same as a line of the table."""
+    loss, norm, accepted = figures(mesh, lengths)
+    return f"{name:>12}  {loss:.6f}  {norm:.6f}  {' '.join(f'{share:6.1%}' for share in accepted)}"
 
 
 def main() -> None:
     """The table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[70, 13, 1, 2, 5, 40, 1, 22])
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     arguments = parser.parse_args()
     rank, world_size = launched()
     found = [line("one process", sb.Mesh(rank=0, world_size=1), arguments.lengths)] if rank == 0 else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +29,10 @@ def travelled(counts: tuple[int, ...], first: int) -> Any:
     group = Group.of(mesh.process_group("ep"))
     x_TD, index_TK = tokens(group.rank, max(1, counts[group.rank]), first)
     x_TD, index_TK = x_TD[: counts[group.rank]].requires_grad_(), index_TK[: counts[group.rank]]
-    dispatch = Dispatch.of(index_TK, EXPERTS, group)
+    waits = []
+    with patch.object(Tensor, "tolist", lambda x, right=Tensor.tolist: waits.append(1) or right(x)):
+        dispatch = Dispatch.of(index_TK, EXPERTS, group)
+    assert len(waits) == (group.size > 1), "the host waits for the device once"
     x_PD = dispatch.to_experts(x_TD)
     local = EXPERTS // group.size
     expert_P = dispatch.rows.expert_P + group.rank * local

@@ -31,6 +31,7 @@ MESHES: list[dict[str, int]] = [
     {"ring": 4, "ep": 2},
     {"dp_replicate": 2, "ring": 2, "ep": 2},
     {"dp_shard": 2, "ulysses": 2, "ep": 4},
+    {"dp_replicate": 2, "tp": 2, "ep": 2},
 ]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import seqbraid as sb
+from benchmarks.mtp_meshes import AXES, figures
 from seqbraid import Mesh
 from seqbraid.models.step import forward_backward
 from seqbraid.models.tiny.decoders import tiny_model
@@ -21,9 +22,11 @@ from seqbraid.models.tiny.mtp import with_mtp
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.memory import MemoryOptions
 from seqbraid.plan.pipeline import PipelineOptions
+from seqbraid.train.lora import LoraOptions, add_lora
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from tests.distributed.test_units import whole
 from tests.helpers import ranks
+from tests.train.test_lora import shaken
 
 LENGTHS = (13, 5, 70, 2, 1, 22, 1, 40, 3)
 Changes = dict[str, Any]
@@ -47,13 +50,20 @@ TEXT: list[tuple[str, Changes, int, dict[str, int], list[dict[str, Any]]]] = [
     ("qwen3_5", {"tie_word_embeddings": True}, 3, {"pp": 2, "ring": 2}, [{}]),
     ("qwen3_next", {}, 2, {"pp": 2, "tp": 2}, [{}]),
     ("qwen3_next", {}, 2, {"pp": 2}, [{"pipeline": PipelineOptions("interleaved"), "micro_batches": 3}]),
+    ("qwen3_5", {"adapted": True}, 2, {"tp": 2}, [{}]),
+    ("qwen3_5", {"adapted": True}, 2, {"pp": 2}, [{"micro_batches": 3}]),
     ("qwen3_5", {"mtp_num_hidden_layers": 2}, 3, {"dp_shard": 2, "ring": 2}, [{}]),  # two layers in turn
 ]
 
 
 def build(family: str, changes: Changes, depth: int) -> PreTrainedModel:
-    stock = tiny_media_model(family) if changes.get("media") else tiny_model(family, **changes)
-    return with_mtp(stock, depth)
+    if changes.get("media"):
+        return with_mtp(tiny_media_model(family), depth)
+    if not changes.get("adapted"):
+        return with_mtp(tiny_model(family, **changes), depth)
+    model = with_mtp(tiny_model(family), depth)
+    add_lora(model, LoraOptions(rank=3, alpha=6.0))
+    return shaken(model)
 
 
 def samples_of(family: str, changes: Changes) -> list[dict[str, Any]]:
@@ -114,6 +124,18 @@ def test_media_are_predicted_from_as_they_were_seen(folder: Path, mesh: dict[str
         verdicts, size, path, "qwen3_5", changes, 2, mesh, [{"policy": "zigzag"}]
     ):
         assert holds, worst
+
+
+def test_every_mesh_of_four_gives_the_numbers_of_one_process() -> None:
+    """The table in docs/mtp.md."""
+    loss, norm, accepted = figures(Mesh(rank=0, world_size=1))
+    for axis in AXES:
+        for found in ranks.run(on_an_axis, 4, axis):
+            assert found[:2] == pytest.approx((loss, norm), rel=1e-5) and found[2] == accepted, axis
+
+
+def on_an_axis(axis: str) -> Any:
+    return figures(Mesh(**{axis: 4}))
 
 
 def memory_gradients(options: dict[str, Any], axes: dict[str, int]) -> dict[str, Tensor]:

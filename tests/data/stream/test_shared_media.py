@@ -125,7 +125,9 @@ def load(root: Path, sizes: dict[str, int], family: str, files: list[tuple[str, 
     return [decoded, own, [batch.fingerprint for batch in batches]]
 
 
-@pytest.mark.parametrize("sizes", [{"ring": 2}, {"ulysses": 2}, {"ring": 2, "ulysses": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"ring": 2}, {"ulysses": 2}, {"ring": 2, "ulysses": 2}, {"pp": 2, "tp": 2}]
+)
 def test_each_medium_is_decoded_by_one_rank(folder: Path, sizes: dict[str, int]) -> None:
     files = [
         ("good.png", "good.jpg"),
@@ -137,7 +139,8 @@ def test_each_medium_is_decoded_by_one_rank(folder: Path, sizes: dict[str, int])
     found = ranks.run(load, math.prod(sizes.values()), folder, sizes, "qwen3_vl", files)
     decoded = [name for names, _, _ in found for name in names]
     assert sorted(decoded) == sorted(name for names in files for name in names)
-    assert all(names for names, _, _ in found)
+    of_first_stage = len(found) // sizes.get("pp", 1)
+    assert [bool(names) for names, _, _ in found] == [rank < of_first_stage for rank in range(len(found))]
     assert all(prints == found[0][2] for _, _, prints in found)
     assert [len(names) for names, _, _ in found] == [sum(map(len, own)) for _, own, _ in found]
 
