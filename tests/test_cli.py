@@ -41,6 +41,12 @@ def test_layout_shows_what_experts_send(capsys: pytest.CaptureFixture[str]) -> N
     assert "--ep 3 does not divide the 4 experts of qwen3_moe; use one of 1, 2, 4" in capsys.readouterr().err
 
 
+def test_layout_shows_what_stages_send(capsys: pytest.CaptureFixture[str]) -> None:
+    """200 tokens of a rank of 32 channels of 2 bytes; 4 experts have two sums each in float32."""
+    assert "pp=2: each rank sends 12,800 bytes" in exchange_of("llama", "--ring 2 --pp 2", "400", capsys)
+    assert "each rank sends 6,432 bytes" in exchange_of("qwen3_moe", "--ring 2 --tp 2 --pp 2", "400", capsys)
+
+
 def test_layout_shows_what_gated_delta_layers_send(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

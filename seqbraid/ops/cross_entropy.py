@@ -56,12 +56,12 @@ def cross_entropy_rows(
     With a `shard` the rows are that part of rows that all ranks know the targets of; the losses are those of
     the whole rows. Which token is the `best` takes one exchange more there.
     """
-    fused = fused_kernels(logits_CV, kernels, shard is None)
+    fused = fused_kernels(logits_CV, kernels)
+    if shard is not None:
+        return _rows_of_shard(logits_CV, targets_C, gradient, shard, best, fused)
     if fused is not None:
         loss_C, best_C, dlogits_CV = fused.cross_entropy_rows(logits_CV, targets_C, gradient)
         return RowLosses(loss_C, best_C == targets_C, dlogits_CV, best_C)
-    if shard is not None:
-        return _rows_of_shard(logits_CV, targets_C, gradient, shard, best)
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     # One buffer turns from logits to probabilities to the logits' gradient in place.
     buffer_CV, targets_C1 = logits_CV.to(wide), targets_C[:, None]
@@ -78,22 +78,35 @@ def cross_entropy_rows(
 
 
 def _rows_of_shard(
-    logits_CV: Tensor, targets_C: Tensor, gradient: bool, shard: VocabularyShard, best: bool
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    gradient: bool,
+    shard: VocabularyShard,
+    best: bool,
+    fused: ModuleType | None,
 ) -> RowLosses:
     """Of rows whose other columns are elsewhere: one maximum and one sum over all parts."""
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    buffer_CV, columns_C = logits_CV.to(wide), targets_C - shard.start
-    is_here_C = (columns_C >= 0) & (columns_C < buffer_CV.shape[1])
-    columns_C1 = columns_C.clamp(0, buffer_CV.shape[1] - 1)[:, None]
-    own_top_C, best_C = buffer_CV.max(1)
+    columns_C, size_V = targets_C - shard.start, logits_CV.shape[1]
+    is_here_C = (columns_C >= 0) & (columns_C < size_V)
+    columns_C1 = columns_C.clamp(0, size_V - 1)[:, None]
+    picked_C = logits_CV.gather(1, columns_C1)[:, 0].to(wide)  # before anything is written over it
+    if fused is None:
+        buffer_CV = logits_CV.to(wide)
+        own_top_C, best_C = buffer_CV.max(1)
+    else:
+        own_top_C, own_total_C, best_C = fused.part_sums(logits_CV)
     top_C = shard.maximum(own_top_C)
-    buffer_CV -= top_C[:, None]
-    picked_C = buffer_CV.gather(1, columns_C1)[:, 0].masked_fill_(~is_here_C, 0)
+    picked_C = (picked_C - top_C).masked_fill_(~is_here_C, 0)
     # The target is the first of the largest if it is one of them, and none is before it.
     is_top_C = is_here_C & (picked_C == 0)
     is_before_C = (own_top_C == top_C) & (best_C + shard.start < targets_C)
     right_C = is_top_C.to(wide) - is_before_C.to(wide)
-    own_total_C = buffer_CV.exp_().sum(1)
+    if fused is None:
+        buffer_CV -= top_C[:, None]
+        own_total_C = buffer_CV.exp_().sum(1)
+    else:
+        own_total_C = own_total_C * (own_top_C - top_C).exp()
     picked_C, total_C, right_C = shard.total(torch.stack([picked_C, own_total_C, right_C])).unbind()
     loss_C, correct_C = total_C.log() - picked_C, right_C == 1
     whole_best_C = None
@@ -102,6 +115,10 @@ def _rows_of_shard(
         whole_best_C = -shard.maximum(-first_C)
     if not gradient:
         return RowLosses(loss_C, correct_C, None, whole_best_C)
+    if fused is not None:
+        here_C = torch.where(is_here_C, columns_C, -1)
+        dlogits_CV = fused.part_gradient(logits_CV, here_C, top_C, total_C.contiguous())
+        return RowLosses(loss_C, correct_C, dlogits_CV, whole_best_C)
     buffer_CV /= total_C[:, None]
     buffer_CV.scatter_add_(1, columns_C1, is_here_C.to(wide).neg_()[:, None])
     return RowLosses(loss_C, correct_C, buffer_CV.to(logits_CV.dtype), whole_best_C)
@@ -110,7 +127,7 @@ def _rows_of_shard(
 LOSS = Op("loss", (TRITON, Candidate("torch")))
 
 
-def fused_kernels(logits: Tensor, kernels: Kernels, whole: bool) -> ModuleType | None:
+def fused_kernels(logits: Tensor, kernels: Kernels, whole: bool = True) -> ModuleType | None:
     """One read and one write of the logits instead of ten passes."""
     fits = logits.is_cuda and logits.is_contiguous()
     if not fits or kernels.choose(LOSS, RowsNeed(logits.device, logits.dtype, whole)) != TRITON.name:

@@ -85,13 +85,16 @@ def stage_report(layout: SequenceLayout, name: str, pp: int, tp: int = 1) -> Tex
     )
 
 
-def stage_bytes(tokens: int, hidden: int, itemsize: int, num_experts: int | None = None) -> int:
-    """The hidden states of a rank's tokens; with a router's loss, its two sums in float32 or wider.
+def stage_bytes(
+    tokens: int, hidden: int, itemsize: int, num_experts: int | None = None, mtp: bool = False
+) -> int:
+    """The hidden states of a rank's tokens; with a router's loss, its two sums in float32 or wider; with
+    multi-token prediction, what the first layer was given.
 
     >>> stage_bytes(8192, 4096, 2) == 8192 * 4096 * 2
     True
     """
-    return tokens * hidden * itemsize + 2 * (num_experts or 0) * max(4, itemsize)
+    return (1 + mtp) * tokens * hidden * itemsize + 2 * (num_experts or 0) * max(4, itemsize)
 
 
 def _gated_delta_report(layout: SequenceLayout, name: str, tp: int) -> Group:

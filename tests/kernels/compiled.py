@@ -47,6 +47,9 @@ def kernels() -> list[tuple[Any, dict[str, str], dict[str, Any], tuple[int, int]
         types = rows | {"logits": f"*{dtype}", "picked": f"*{dtype}"}
         sizes = {"BLOCK": cross_entropy_triton.BLOCK, "GRADIENT": True}
         found.append((cross_entropy_triton._rows_kernel, types, sizes, (cross_entropy_triton.WARPS, 3)))
+        types |= {"tops": "*fp32", "totals": "*fp32", "bests": "*i64"}
+        for kernel in (cross_entropy_triton._part_kernel, cross_entropy_triton._part_gradient_kernel):
+            found.append((kernel, types, {"BLOCK": sizes["BLOCK"]}, (cross_entropy_triton.WARPS, 3)))
     return found + around_the_mixers()
 
 

@@ -15,7 +15,7 @@ from seqbraid import Mesh
 from seqbraid.models import fused
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
-from seqbraid.ops import rows_triton, swiglu_triton
+from seqbraid.ops import cross_entropy, cross_entropy_triton, rows_triton, swiglu_triton
 from seqbraid.ops.kernels import KernelOptions
 from seqbraid.plan.memory import MemoryOptions
 from seqbraid.verify.parity import check_parity
@@ -26,22 +26,23 @@ LENGTHS = (1, 40, 2, 23)
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "gemma3", "deepseek_v3", "qwen3_next", "qwen3_5"]
 
 
+def count_calls(patch: pytest.MonkeyPatch, calls: Counter[str], module: Any, name: str) -> None:
+    function = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[f"{module.__name__.rpartition('.')[2]}.{name}"] += 1
+        return function(*args, **kwargs)
+
+    patch.setattr(module, name, call)
+
+
 def fuse(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Take the kernels for float32 on the CPU, as on a GPU; gives how often each was launched."""
     calls: Counter[str] = Counter()
 
-    def counted(module: Any, name: str) -> None:
-        function = getattr(module, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[f"{module.__name__.rpartition('.')[2]}.{name}"] += 1
-            return function(*args, **kwargs)
-
-        patch.setattr(module, name, call)
-
     for module in (rows_triton, swiglu_triton):
         for name in ("forward", "backward"):
-            counted(module, name)
+            count_calls(patch, calls, module, name)
     patch.setattr(fused, "takes_triton", lambda op, x, kernels: x.dtype == torch.float32)
     return calls
 
@@ -66,20 +67,27 @@ def test_parity(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (calls["swiglu_triton.backward"] > 0) == (family not in ("gemma3", "qwen3_moe"))
 
 
-def verdict(mesh: dict[str, int]) -> tuple[bool, object, int]:
+def verdict(mesh: dict[str, int]) -> tuple[bool, object, Counter[str]]:
     """On one rank: whether parity holds, its worst quantity, and how often kernels were called."""
     with pytest.MonkeyPatch.context() as patch:
         interpret(patch)
         calls = fuse(patch)
+        for name in ("part_sums", "part_gradient", "cross_entropy_rows"):
+            count_calls(patch, calls, cross_entropy_triton, name)
+        by_triton = lambda x, *_: cross_entropy_triton if x.dtype == torch.float32 else None  # noqa: E731
+        patch.setattr(cross_entropy, "fused_kernels", by_triton)
         parity = check_parity(model_of("qwen3_5"), random_samples(LENGTHS, 97, seed=3), Mesh(**mesh))
-    return parity.holds, parity.worst, sum(calls.values())
+    return parity.holds, parity.worst, calls
 
 
-def test_parity_over_ranks() -> None:
-    """With sharded parameters, and heads and tokens exchanged."""
-    for holds, worst, calls in ranks.run(verdict, 2, {"ring": 2}, limit=300.0):
+@pytest.mark.parametrize("axis", ["ring", "tp"])
+def test_parity_over_ranks(axis: str) -> None:
+    """With sharded parameters, and heads and tokens exchanged; with parts of the vocabulary."""
+    for holds, worst, calls in ranks.run(verdict, 2, {axis: 2}, limit=300.0):
         assert holds, worst
-        assert calls
+        assert calls["rows_triton.backward"]
+        for name, of_tp in (("part_sums", 1), ("part_gradient", 1), ("cross_entropy_rows", 0)):
+            assert (calls[f"cross_entropy_triton.{name}"] > 0) == (of_tp == (axis == "tp")), name
 
 
 def gradients(

@@ -104,6 +104,31 @@ def test_loss_of_rows(num_columns: int, gradient: bool, dtype: torch.dtype) -> N
         assert (dlogits.double() - wanted.dlogits_CV).norm() <= ONE_DIGIT[dtype] * wanted.dlogits_CV.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_loss_of_rows_that_are_cut_over_ranks(dtype: torch.dtype) -> None:
+    """Each part is given the largest logit and the sum of all parts; targets are in either."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(6, 9000, generator=generator)).to(dtype)
+    logits[1] += 300
+    logits[4, 4100:] = -torch.inf  # nothing of a row
+    targets = torch.tensor([0, 4099, 4100, 8999, 7, int(logits[5].argmax())])
+    wanted = cross_entropy_rows(logits.double(), targets, True).dlogits_CV
+    top = logits.double().amax(1)
+    total = (logits.double() - top[:, None]).exp().sum(1)
+    for part in (slice(0, 4100), slice(4100, 9000)):
+        own = logits[:, part].contiguous()
+        with no_races() as launched:
+            own_top, own_total, best = cross_entropy_triton.part_sums(own)
+            columns = torch.where((targets >= part.start) & (targets < part.stop), targets - part.start, -1)
+            dlogits = cross_entropy_triton.part_gradient(own.clone(), columns, top.float(), total.float())
+        assert launched == ["_part_kernel", "_part_gradient_kernel"]
+        assert torch.equal(own_top, own.float().amax(1)) and torch.equal(best, own.max(1).indices)
+        below = (own.double() - own_top.double().clamp(min=-1e30)[:, None]).exp().sum(1)
+        torch.testing.assert_close(own_total.double(), below, rtol=1e-5, atol=0)
+        assert dlogits.dtype == dtype
+        assert (dlogits.double() - wanted[:, part]).norm() <= ONE_DIGIT[dtype] * wanted.norm()
+
+
 def chunk_parts(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: list[int]) -> tuple[Tensor, ...]:
     """W and U of `gated_delta_chunks.py`, and g summed inside chunks, to base 2: token by token, head by
     head.

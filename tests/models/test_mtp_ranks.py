@@ -23,6 +23,7 @@ from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.memory import MemoryOptions
 from seqbraid.plan.pipeline import PipelineOptions
 from seqbraid.train.lora import LoraOptions, add_lora
+from seqbraid.verify.exchange import stage_bytes
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from tests.distributed.test_units import whole
 from tests.helpers import ranks
@@ -164,17 +165,23 @@ def test_no_switch_for_memory_changes_a_gradient() -> None:
                 assert error < 5e-5, (name, float(error), options)
 
 
-def saved_by_stages(folder: Path) -> None:
+def saved_by_stages(folder: Path) -> dict[str, int]:
+    """And what a rank has sent."""
     model = build("qwen3_5", {"tie_word_embeddings": True}, 2)
     mesh = Mesh(pp=2)
     braided = sb.parallelize(model, mesh, pipeline=PipelineOptions("interleaved"))
     rows = [random_samples(lengths, 97, seed=3) for lengths in ((30, 2, 1), (9, 4))]
     forward_backward(braided, [sb.pack(row, model.config, mesh, mtp_depth=2) for row in rows])
     braided.save_pretrained(folder)
+    return dict(braided.groups["pp"].sent)
 
 
-def test_stages_save_each_tensor_once(tmp_path: Path) -> None:
-    ranks.run(saved_by_stages, 2, tmp_path)
+def test_stages_save_each_tensor_once_and_send_what_the_formula_says(tmp_path: Path) -> None:
+    sent = ranks.run(saved_by_stages, 2, tmp_path)
+    # Rank 0 has the first and the third of four stages, rank 1 the others: two ways on, and one back.
+    one_way = stage_bytes(33, 32, 4, mtp=True) + stage_bytes(13, 32, 4, mtp=True)
+    assert [of_rank["activations"] for of_rank in sent] == [2 * one_way, one_way]
+    assert [of_rank["activation gradients"] for of_rank in sent] == [one_way, 2 * one_way]
     found: dict[str, Tensor] = {}
     for file in tmp_path.glob("*.safetensors"):
         tensors = load_file(file)

@@ -159,6 +159,8 @@ def test_a_shard_is_that_of_the_fullest_rank() -> None:
     for family in ("qwen3_5", "gemma3"):
         found = run(rank_bytes, 4, {"dp_shard": 2, "tp": 2}, family)
         assert {estimate for estimate, _ in found} == {max(held for _, held in found)}
+    found = run(rank_bytes, 4, {"pp": 2, "dp_shard": 2}, "qwen3_5")
+    assert {estimate for estimate, _ in found} == {max(held for _, held in found)}
     found = run(rank_bytes, 3, {"dp_shard": 3}, "llama")
     assert {estimate for estimate, _ in found} == {max(held for _, held in found)}
     assert len({held for _, held in found}) > 1, "256 rows are not a multiple of 3"
