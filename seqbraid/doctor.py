@@ -33,7 +33,7 @@ PACKAGES = {
     "peft": "LoRA: pip install 'seqbraid[lora]'",
     "trl": "the SFTTrainer on a mesh: pip install 'seqbraid[trl]'",
     "datasets": "parquet and Hub data sets: pip install 'seqbraid[datasets]'",
-    "zstandard": "files that end in .zst: pip install 'seqbraid[zstd]'",
+    "zstandard": "files that end in .zst, where pyarrow is missing: pip install 'seqbraid[zstd]'",
     "jsonargparse": "seqbraid train: pip install 'seqbraid[train]'",
     "pillow": "images: pip install 'seqbraid[train]'",
     "tensorboard": "curves of a run: pip install 'seqbraid[train]'",

@@ -158,6 +158,8 @@ USER, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content"
         ({"promt": "a", "completion": "b"}, r"prompt_completion .*`prompt` \(is 'promt' meant"),
         ({"prompt": "a"}, "nearest format is prompt_completion .*`completion` is missing"),
         ({"question": "a", "answer": "b"}, r"nearest format is query_response .*`response` \(is 'answer' m"),
+        ({"prompt": "a", "response": "b"}, "unknown key 'prompt'.*did you mean 'query'"),
+        ({"instruction": "a", "response": "b"}, "unknown key 'instruction'.*did you mean 'query'"),
         ({"title": "a", "year": 3}, "it has 'title'.*, 'year'.*; formats are messages"),
         ({"message": [USER, ANSWER]}, r"nearest format is messages .*is 'message' meant"),
         ({"content": "a book"}, r"has 'content'.*nearest format is text .*`text` \(is 'content' meant"),

@@ -73,6 +73,8 @@ Message = tuple[str, Role, Mapping[str, Any]]
 _Draft = tuple[str, Role, list[Any], Mapping[str, Any]]
 """Where a turn stands, its role, its parts (a marker may still be among them), and its message."""
 
+STYLE_OF = {"role": "messages", "from": "conversations"}
+"""By the key of a turn that names its speaker, the list that has such turns."""
 STYLE_KEYS = ("messages", "conversations", "response")
 MEDIA_KEYS = (*LIST_OF_KIND.values(), *LIST_OF_KIND)
 """Beside the turns; one item may be given as `image`."""
@@ -230,6 +232,7 @@ def _spoken(
     who, what, roles = (
         ("from", "value", SHAREGPT_ROLES) if style == "conversations" else ("role", "content", OPENAI_ROLES)
     )
+    other = "role" if who == "from" else "from"
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{style} is a list of at least one turn, not {show(messages)}")
     for number, message in enumerate(messages):
@@ -237,6 +240,11 @@ def _spoken(
         if not isinstance(message, dict):
             raise ValueError(f"{where} is an object with `{who}` and `{what}`, not {show(message)}")
         role = message.get(who)
+        if role is None and isinstance(message.get(other), str):
+            raise ValueError(
+                f"{where} has `{other}`, but a turn in `{style}` has `{who}` and `{what}`; rename "
+                f"`{style}` to `{STYLE_OF[other]}`"
+            )
         if not isinstance(role, str) or role not in roles:
             near = get_close_matches(role.lower(), roles, 1) if isinstance(role, str) else []
             hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -48,8 +48,14 @@ def refuse_preferences(item: Mapping[Any, Any], ignored: Collection[str], where:
             )
 
 
+MEANT = {"prompt": "query", "instruction": "query", "question": "query", "functions": "tools"}
+"""What a key that is not known is likely meant for."""
+
+
 def _unknown(key: Any, value: Any, known: Collection[str], where: str) -> str:
     near = get_close_matches(key, known, 1) if isinstance(key, str) else []
+    if isinstance(key, str) and MEANT.get(key) in known:
+        near = [MEANT[key]]
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return (
         f"{where} has the unknown key {show(key)[:80]}, which is {show(value)}{hint}; known are "

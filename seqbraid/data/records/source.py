@@ -27,6 +27,9 @@ ACCEPTED = (
     "files, a folder written by `Dataset.save_to_disk`, or `hf:owner/name[:config][@split]`"
 )
 
+SAVED = ("state.json", "dataset_dict.json")
+"""Files of `Dataset.save_to_disk` and of `DatasetDict.save_to_disk`."""
+
 
 class Source(Protocol):
     """Records that can be read in any order; picklable, so that workers open their own."""
@@ -158,6 +161,11 @@ def _open_one(path: str, name: str, cache: RecordCache) -> Source:
 
 
 def _open_folder(path: str) -> Source:
+    if not any(os.path.exists(os.path.join(path, name)) for name in SAVED):
+        raise ValueError(
+            f"{path} is a folder that `Dataset.save_to_disk` has not written; of a folder of files, give a "
+            f"pattern such as {os.path.join(path, '*.jsonl')}"
+        )
     dataset = _call(path, _datasets().load_from_disk, path)
     if isinstance(dataset, dict):
         raise ValueError(

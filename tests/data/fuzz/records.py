@@ -145,6 +145,9 @@ def wrong_turns() -> Iterator[Case]:
     for role in ("asistant", "Assistant", "USER", "human", "gpt", "bot", "model", "", "toolcall", "user "):
         record = {"messages": [{"role": role, "content": "x"}, ANSWER]}
         yield Case(line(record), "role is .*valid are system, developer, user", f"unknown role {role!r}")
+    said = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "x"}]
+    yield Case(line({"messages": said}), "rename `messages` to `conv", "ShareGPT's messages")
+    yield Case(line({"conversations": [QUESTION, ANSWER]}), "to `messages`", "OpenAI's conversations")
     near = {"messages": [QUESTION, {"role": "asistant", "content": "x"}]}
     yield Case(line(near), "did you mean 'assistant'", "near role")
     for role in ("humman", "chatgpt", "Human", "bing", "function call"):

@@ -118,12 +118,13 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "a.json").write_text("[\n{\n")
     (tmp_path / "empty.jsonl").write_text("\n \n")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "a.parquet").touch()
     cases = {
         "missing.jsonl": "does not exist",
         "*.nothing": "no file matches",
         "a.json": "not JSON",
         "empty.jsonl": "holds no records",
-        "folder": "cannot be opened",
+        "folder": r"of a folder of files, give a pattern such as .*folder/\*\.jsonl",
     }
     for name, reason in cases.items():
         with pytest.raises(ValueError, match=reason):
@@ -134,7 +135,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         open_source("hf:../../etc")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'seqbraid\[datasets\]'"):
-        open_source(str(tmp_path / "folder"))
+        open_source(str(tmp_path / "a.parquet"))
 
 
 def test_datasets_give_the_rows_undecoded(tmp_path: Path) -> None:
