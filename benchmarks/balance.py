@@ -1,7 +1,7 @@
 """How level the three policies are on heavy-tailed rows, and how much of a row they leave in split sequences.
 
-`python benchmarks/balance.py` packs lognormal lengths (median 1 K, sigma 1.3, cap 32 K) into 64 rows of 64 K
-tokens.
+`python benchmarks/balance.py` packs lognormal lengths (median 1 K, sigma 1.3, cap 32 K) into 64 rows
+of 64 K tokens.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `sft` is the built-in loss; `logprobs` and `entropy` are what `token_logprobs` gives, each token with a factor
 of its own; `kl` is distillation from a teacher's hidden states, whose head is given.
 
-`python benchmarks/loss_memory.py` runs each way in a process of its own and reads the process's high-water
-mark, less what it held before the loss: 64 K tokens, 32 K vocabulary, float32, hidden 512, forward and
-backward.
+`python benchmarks/loss_memory.py` runs each way in a process of its own and reads the process's
+high-water mark, less what it held before the loss: 64 K tokens, 32 K vocabulary, float32, hidden 512,
+forward and backward.
 """
 
 from __future__ import annotations

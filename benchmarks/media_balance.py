@@ -1,8 +1,8 @@
 """How level the ranks of a row are in encoding its images, and how long it takes to plan that.
 
-`python benchmarks/media_balance.py` draws 64 images of 64 to 16 K patches (log-uniform) and shares them out
-over 4 ranks: by cost, in turn, and to the rank that holds an image's first token. The encoder is that of
-Qwen3-VL.
+`python benchmarks/media_balance.py` draws 64 images of 64 to 16 K patches (log-uniform) and shares them
+out over 4 ranks: by cost, in turn, and to the rank that holds an image's first token. The encoder is
+that of Qwen3-VL.
 """
 
 from __future__ import annotations

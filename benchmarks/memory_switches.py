@@ -2,8 +2,8 @@
 
 `python benchmarks/memory_switches.py` prints, on a GPU, the peak memory of a step (parameters and gradients
 included) and its time; on a CPU, with a small model, what the forward keeps for the backward, how much of
-that is the host's (with a GPU it would not be on the device), and the peak of the step without parameters and
-gradients.
+that is the host's (with a GPU it would not be on the device), and the peak of the step without parameters
+and gradients.
 """
 
 from __future__ import annotations

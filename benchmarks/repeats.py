@@ -1,10 +1,10 @@
 """Whether a ring's ranks give the same bits every time on a GPU, where kernels run side by side.
 
-`python benchmarks/repeats.py` runs the forward of every rank many times, without waiting for the GPU and with
-freed memory of the main stream written over in between, and compares out and LSE with those of kernels one
-after the other. What differs is a race. It also compares the sums over blocks, which Triton makes on a GPU,
-with plain maths, and exits with 1 if anything is off. (Gradients are left out: kernels may add up dq in any
-order.)
+`python benchmarks/repeats.py` runs the forward of every rank many times, without waiting for the GPU and
+with freed memory of the main stream written over in between, and compares out and LSE with those of kernels
+one after the other. What differs is a race. It also compares the sums over blocks, which Triton makes on a
+GPU, with plain maths, and exits with 1 if anything is off. (Gradients are left out: kernels may add up dq
+in any order.)
 """
 
 from __future__ import annotations

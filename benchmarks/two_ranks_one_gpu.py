@@ -3,9 +3,9 @@ of a llama, (`--model qwen3_5`) of gated delta layers and attention with heads o
 (`--model qwen3_moe`) of experts: as ring, as ulysses, with tp=2 and, where there are experts, with ep=2.
 
 NCCL takes one rank per GPU only, so point-to-point messages go through the host here; compute runs on the
-GPU. What bfloat16 itself costs is measured as well: how far the one rank is from a step in float32. Two ranks
-may be at most half as far again from float32, in every gradient: their blocks are rounded before they are
-merged.
+GPU. What bfloat16 itself costs is measured as well: how far the one rank is from a step in float32. Two
+ranks may be at most half as far again from float32, in every gradient: their blocks are rounded before
+they are merged.
 """
 
 from __future__ import annotations

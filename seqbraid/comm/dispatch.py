@@ -71,8 +71,8 @@ class Dispatch:
 
     @staticmethod
     def of(index_TK: Tensor, num_experts: int, group: Group) -> Dispatch:
-        """Of the experts that each token goes to; ranks tell each other how many, and wait for the device
-        once.
+        """Of the experts that each token goes to; ranks tell each other how many, and wait for
+        the device once.
         """
         picks_S = index_TK.reshape(-1)
         sorted_S, order_S = picks_S.sort(stable=True)

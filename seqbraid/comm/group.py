@@ -19,8 +19,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 class Group:
     """Ranks that communicate; `rank` is this process's place among them.
 
-    `sent` counts the bytes that leave this rank, by the name of the exchange; what a rank keeps is not
-    counted.
+    `sent` counts the bytes that leave this rank, by the name of the exchange; what a rank keeps
+    is not counted.
     """
 
     handle: dist.ProcessGroup | None = None

@@ -1,5 +1,5 @@
-"""Puts a model on the mesh: FSDP2, tensor, expert and pipeline parallelism, and switches that trade time for
-memory.
+"""Puts a model on the mesh: FSDP2, tensor, expert and pipeline parallelism, and switches that trade
+time for memory.
 
 `parallelize` does all of it; the model's `release` undoes it.
 """

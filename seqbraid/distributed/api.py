@@ -33,8 +33,8 @@ def parallelize(
     mtp: MtpOptions | None = None,
     pipeline: PipelineOptions | None = None,
 ) -> BraidedModel:
-    """Put a stock model on the mesh; refuses, before anything is changed, a model that we could not keep
-    exact.
+    """Put a stock model on the mesh; refuses, before anything is changed, a model that we could
+    not keep exact.
 
     Args:
         model: a causal language model of transformers, from `from_pretrained` or from a config.

@@ -1,5 +1,5 @@
-"""How long a rank computes in a step of its pipeline, stage by stage, and how long the step is: the rest is
-waiting.
+"""How long a rank computes in a step of its pipeline, stage by stage, and how long the step is: the
+rest is waiting.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ def check_arguments(args: Any) -> None:
 
 
 def check_world(args: Any, mesh: Mesh) -> None:
-    """Refuse a mesh of other processes than those that accelerate has found, and optimizers that need whole
-    parameters.
+    """Refuse a mesh of other processes than those that accelerate has found, and optimizers that need
+    whole parameters.
     """
     if args.world_size != mesh.world_size:
         raise ValueError(

@@ -38,8 +38,8 @@ class PackedBatch:
     keys: Tensor | None = None
     """`[T]`: what tells a token from others, on any mesh: its sample's ids and its place among them."""
     media: MediaBatch | None = None
-    """What this rank encodes, and where features go; None for text models, and behind the first pipeline
-    stage."""
+    """What this rank encodes, and where features go; None for text models, and behind the first
+    pipeline stage."""
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """`[T, …]`: what samples have beside, for each token's target, by name; 0 in padding slots."""
     scalars: Mapping[str, Tensor] = field(default_factory=dict)

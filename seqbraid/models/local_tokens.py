@@ -153,8 +153,8 @@ class LocalTokens(LocalRow):
         return self._noted(_GradientOfFirst.apply(self.hidden_TD, self.tp.rank == 0))  # type: ignore[no-untyped-call]
 
     def logprobs(self, temperature: float = 1.0) -> Tensor:
-        """`[T]`: the log-probability of each target, 0 where there is none; logits are divided by the
-        temperature.
+        """`[T]`: the log-probability of each target, 0 where there is none; logits are divided by
+        the temperature.
         """
         temperature = check_temperature(temperature)
         return self._of_head(self.head.logprobs(self.hidden_TD, self.targets, temperature, False)[0])

@@ -70,11 +70,11 @@ def sample_media(
     family: MediaFamily,
     rank: int = 0,
 ) -> list[MediaInput]:
-    """The media of one sample, whose counts `sample_positions` has checked; its tokens start at
-    `first_token`.
+    """The media of one sample, whose counts `sample_positions` has checked; its tokens start
+    at `first_token`.
 
-    Where the sample has `media_ranks`, pixels and mel frames are those of the media of `rank` alone; −1 has
-    none.
+    Where the sample has `media_ranks`, pixels and mel frames are those of the media of `rank`
+    alone; −1 has none.
     """
     token_ids = family.token_ids(config)
     sizes = {kind: _sizes(sample, number, kind) for kind in token_ids}

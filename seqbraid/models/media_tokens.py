@@ -85,8 +85,8 @@ def as_vector(value: Any, what: str) -> Ints:
 
 
 def token_grids(grids: Any, what: str, merge_size: int) -> Ints:
-    """`[N, 3]` grids counted in tokens: height and width in patches over the merge size, which divides
-    them."""
+    """`[N, 3]` grids counted in tokens: height and width in patches over the merge size, which
+    divides them."""
     if grids is None or len(grids) == 0:
         return np.zeros((0, 3), np.int64)
     grid_N3 = np.asarray(grids)

@@ -60,8 +60,8 @@ class MtpHidden(NamedTuple):
     """What the depths give for this rank's tokens."""
 
     hidden_K1TD: tuple[Tensor, ...]
-    """After `norm`: what the head turns into logits, and the next depth starts from. No views, of which FSDP
-    warns.
+    """After `norm`: what the head turns into logits, and the next depth starts from. No views, of
+    which FSDP warns.
     """
     router_logits: tuple[Tensor, ...]
     """`[R, E]` of each depth whose layer has experts."""

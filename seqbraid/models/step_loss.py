@@ -1,5 +1,5 @@
-"""The losses of a step on one rank: the main one and those of multi-token prediction, in one call of the
-head.
+"""The losses of a step on one rank: the main one and those of multi-token prediction, in one
+call of the head.
 
 Letters: T tokens of this rank (of all its tp ranks), K depths, D hidden size.
 """

@@ -90,8 +90,8 @@ class TensorPlan:
 
     @cached_property
     def inside(self) -> frozenset[int]:
-        """The ids of modules that see a rank's part of heads or channels; adapters draw dropout as one rank
-        would."""
+        """The ids of modules that see a rank's part of heads or channels; adapters draw dropout as
+        one rank would."""
         adapters = {id(a.lora.dropout) for layer in self.regions for region in layer for a in region.adapted}
         modules = (m for layer in self.regions for region in layer for m in region.module.modules())
         return frozenset(map(id, modules)) - adapters

@@ -18,8 +18,8 @@ class Cut:
 
     module: nn.Module
     dim: int
-    """0 where each rank makes some of the outputs; 1 where each takes some of the inputs, and gives a partial
-    sum.
+    """0 where each rank makes some of the outputs; 1 where each takes some of the inputs, and gives
+    a partial sum.
     """
 
 

@@ -1,8 +1,8 @@
 """The attention kernels of torch, each as a forward that gives LSE and a backward that takes the global out
 and LSE.
 
-Letters: B equal blocks, H query heads, G key/value heads, S rows of a block, T rows of several blocks, D head
-size.
+Letters: B equal blocks, H query heads, G key/value heads, S rows of a block, T rows of several
+blocks, D head size.
 
 Dense kernels take blocks of one shape as `[B, H, S, D]`: flash on the CPU, cuDNN on CUDA for 16-bit numbers,
 plain maths elsewhere. The varlen kernel (FlashAttention-2) takes blocks of any shapes one behind the other as

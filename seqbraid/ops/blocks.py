@@ -1,7 +1,7 @@
 """Which queries meet which keys: blocks of rows, and how they are gathered into kernel calls.
 
-Letters: T query tokens, S key tokens, H query heads, G key/value heads (G divides H), D head size, B equal
-blocks.
+Letters: T query tokens, S key tokens, H query heads, G key/value heads (G divides H), D head size, B
+equal blocks.
 
 A row is covered by *blocks*: query rows `[q_start, q_stop)` against key rows `[k_start, k_stop)`. The plan of
 a single process has one causal block per sequence; a ring step has others. Within one plan every query row

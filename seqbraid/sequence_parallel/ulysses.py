@@ -1,8 +1,8 @@
-"""Ulysses: heads for tokens. Each rank of a group gives its tokens' heads away and gets all tokens of its own
-heads.
+"""Ulysses: heads for tokens. Each rank of a group gives its tokens' heads away and gets all tokens of
+its own heads.
 
-Letters: n tokens of this rank, N tokens of the group, H query heads, G key/value heads, D head size, u group
-size.
+Letters: n tokens of this rank, N tokens of the group, H query heads, G key/value heads, D head size,
+u group size.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Files of records as TRL, OpenAI, ms-swift, LLaMA-Factory and axolotl document them become their tokens and
-labels.
+"""Files of records as TRL, OpenAI, ms-swift, LLaMA-Factory and axolotl document them become their
+tokens and labels.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Triton kernels on the CPU: with TRITON_INTERPRET=1 Triton runs their programs in numpy, one after the
-other.
+"""Triton kernels on the CPU: with TRITON_INTERPRET=1 Triton runs their programs in numpy, one
+after the other.
 
 So mistakes in what they compute are seen here, races between programs or warps are not; on a GPU,
 `benchmarks/repeats.py` looks for those.

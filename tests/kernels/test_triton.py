@@ -130,8 +130,8 @@ def test_loss_of_rows_that_are_cut_over_ranks(dtype: torch.dtype) -> None:
 
 
 def chunk_parts(k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu: list[int]) -> tuple[Tensor, ...]:
-    """W and U of `gated_delta_chunks.py`, and g summed inside chunks, to base 2: token by token, head by
-    head.
+    """W and U of `gated_delta_chunks.py`, and g summed inside chunks, to base 2: token by token,
+    head by head.
     """
     group = v.shape[1] // k.shape[1]
     w, u, sums = k.new_zeros(*v.shape[:2], k.shape[2]), torch.zeros_like(v), torch.zeros_like(g)

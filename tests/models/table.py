@@ -42,8 +42,8 @@ ALL_MUST = ("packed", "ring", "ulysses")
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Largest error of a gradient, over its size. Float64 models have parts that stay in float32."""
 STOCK_RULE_TOLERANCE = 2e-3
-"""The stock gated delta rule computes in float32, in which some of its gradients are small sums of large
-terms."""
+"""The stock gated delta rule computes in float32, in which some of its gradients are small sums
+of large terms."""
 NEGLIGIBLE = 1e-6
 """A gradient that is zero in exact arithmetic is noise: it is held against this share of all gradients."""
 

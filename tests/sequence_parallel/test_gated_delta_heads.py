@@ -1,5 +1,5 @@
-"""The head all-to-all of gated-delta layers equals each sequence alone, in float64, for every mesh and
-policy.
+"""The head all-to-all of gated-delta layers equals each sequence alone, in float64, for every
+mesh and policy.
 """
 
 from __future__ import annotations

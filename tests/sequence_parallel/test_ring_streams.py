@@ -219,8 +219,8 @@ def plan_of(row: str, rank: int) -> RingPlan:
 
 
 def two_steps(watch: Watch, row: str, rank: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """Forward, backward, an evaluation between them, twice, with layers one behind the other; outputs and
-    gradients.
+    """Forward, backward, an evaluation between them, twice, with layers one behind the other; outputs
+    and gradients.
     """
     plan, group = plan_of(row, rank), Exchanges(watch)
     lengths, policy, _ = ROWS[row]
