@@ -106,6 +106,7 @@ def add_chat(commands: Commands) -> None:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    _say_loading(())
     from ..train.after.chat import ChatOptions
     from ..train.after.terminal import talk
 
@@ -130,6 +131,7 @@ def add_export(commands: Commands) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
+    _say_loading(())
     import torch
 
     from ..train.after.export import export_checkpoint

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...mesh import launched
 from ...printable import printable
+from ..progress import clocked_lines
 from ..setup import make_device
 from .chat import Chat, ChatOptions, Media
 from .load import load_usable
@@ -29,6 +30,7 @@ def talk(
     """Talk to the model of a run or of a folder until the end of the input; the exit status."""
     if launched()[1] > 1:
         raise ValueError("chat runs in one process; start it without torchrun")
+    clocked_lines()(f"loading the model of {folder}")
     try:
         usable = load_usable(folder, checkpoint, make_device())
         chat = Chat(usable, options or ChatOptions())
