@@ -1,7 +1,7 @@
 """A pool of ranks: processes started once per test run, each case in a process group of its own.
 
-`run(function, world_size, ...)` calls a function of a test module on every rank and gives the results
-in rank order.
+`run(function, world_size, ...)` calls a function of a test module on every rank and gives the results in rank
+order.
 """
 
 from __future__ import annotations
