@@ -140,7 +140,7 @@ def _packages() -> tuple[list[Package], list[str]]:
             advice.append(f"{name} {installed} is {note}: pip install '{name}{wanted.specifier}'")
             found.append(Package(name, installed, note))
         else:
-            found.append(Package(name, installed, ""))
+            found.append(Package(name, installed, "" if wanted is None else f"takes {wanted.specifier}"))
     return found, advice
 
 

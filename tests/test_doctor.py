@@ -30,8 +30,9 @@ def test_json_has_one_kernel_in_use_for_each_op_and_type(capsys: pytest.CaptureF
     used = [(k["op"], k["dtype"]) for k in found["kernels"] if k["used"]]
     assert sorted(used) == sorted((op.name, dtype) for op in TABLE for dtype in ("bfloat16", "float32"))
     assert len(found["kernels"]) == 2 * sum(len(op.candidates) for op in TABLE)
-    versions = {p["name"]: p["version"] for p in found["packages"]}
-    assert versions["torch"] == torch.__version__
+    packages = {p["name"]: p for p in found["packages"]}
+    assert packages["torch"]["version"] == torch.__version__
+    assert re.fullmatch(r"takes <5\.\d+,>=5\.9\.0", packages["transformers"]["note"])
 
 
 @pytest.mark.parametrize(
