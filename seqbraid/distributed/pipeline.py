@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from ..comm.consensus import gather_floats, gather_ints
+from ..comm.consensus import agree, gather_floats, gather_ints
 from ..models.batch import PackedBatch
 from ..models.braided import BraidedModel
 from ..models.output import LocalLoss
@@ -58,6 +58,8 @@ class Work:
     with_mtp: bool
     """Whether embeddings travel along, for multi-token prediction on the last stage."""
     found: dict[int, Any] = field(default_factory=dict)
+    error: Exception | None = None
+    """What has gone wrong on this rank: from there on it sends zeros, and computes nothing."""
 
 
 class StagePipeline:
@@ -114,8 +116,9 @@ class StagePipeline:
             raise error.__cause__ or error from None
         finally:
             self.work = None
-        if not has_backward:
+        if not has_backward or work.error is not None:
             self.model.free()
+        agree(self.model.mesh.cpu_group, work.error, alike={"the call": "the stages of a step"})
         if tied is not None:
             tied.finish()
             if after is not None:
@@ -183,6 +186,20 @@ class StagePipeline:
         batch = work.batches[number]
         if batch is None:
             return self._nothing(stage, received)
+        if work.error is None:
+            try:
+                return self._run(work, batch, stage, number, received)
+            except Exception as error:  # others wait for what comes from here: they hear of it at the end
+                work.error = error
+        if stage.is_last:
+            return torch.zeros((), dtype=self.wide, device=self.model.device)
+        shape, device = (self.rows(number), self.width), self.model.device
+        zeros = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(1 + work.with_mtp)]
+        return (*zeros,) if work.router is None else (*zeros, torch.zeros_like(work.router))
+
+    def _run(
+        self, work: Work, batch: PackedBatch, stage: Stage, number: int, received: tuple[Tensor, ...]
+    ) -> Any:
         found = work.call(batch, self._stage_call(stage, received, work))
         if not stage.is_last:
             embeds = None if found.embeds_1TD is None else found.embeds_1TD.squeeze(0)
@@ -268,6 +285,7 @@ class _TorchStage(PipelineStage):
         travels = tuple(_meta((1, pipeline.width), pipeline.dtype) for _ in range(self.per_token))
         if with_router:
             travels += (_meta((2, stock_num_experts(pipeline.model.parts.config) or 0), pipeline.wide),)
+        self.num_received = len(travels)
         loss = _meta((), pipeline.wide)
         super().__init__(
             _Call(pipeline, stage),
@@ -334,14 +352,24 @@ class _TorchStage(PipelineStage):
             return
         model, work = self.pipeline.model, self.pipeline.work
         assert work is not None and self.chunks is not None
-        outputs, _ = self.fwd_cache[bwd_chunk_id]
+        outputs, inputs = self.fwd_cache[bwd_chunk_id]
+        if work.error is not None:
+            del self.fwd_cache[bwd_chunk_id]
+            self._send_zeros(bwd_chunk_id, inputs)
+            return
         if self.is_first and not any(x.requires_grad for x in outputs):  # nothing learns in it
             del self.fwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = (None,)
             return
         clock = self.pipeline.clock
-        with model.accumulating(last=bwd_chunk_id == self.chunks - 1), clock.computing(self.stage_index):
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        try:
+            with model.accumulating(last=bwd_chunk_id == self.chunks - 1), clock.computing(self.stage_index):
+                super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except Exception as error:  # in which torch wraps what went wrong
+            cause = error.__cause__
+            work.error = cause if isinstance(cause, Exception) else error
+            self._send_zeros(bwd_chunk_id, inputs)
+            return
         if not self.is_last:
             self._let_go(self.grad_recv_info[bwd_chunk_id])
         if self.pipeline.tied is not None:
@@ -349,6 +377,11 @@ class _TorchStage(PipelineStage):
         empty = self.chunks - sum(batch is not None for batch in work.batches)
         if work.after is not None and bwd_chunk_id >= empty:
             work.after(bwd_chunk_id - empty + 1)
+
+    def _send_zeros(self, number: int, inputs: Sequence[Tensor]) -> None:
+        """In the place of gradients: the stage before waits for them."""
+        none = (None,) if self.is_first else ()
+        self.bwd_cache[number] = none or tuple(torch.zeros_like(x) for x in inputs[: self.num_received])
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

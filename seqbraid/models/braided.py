@@ -37,6 +37,7 @@ from .running import normal_tensors
 from .stage import Pipeline, Stage, StageCall, Travelling, tied_copies
 from .step_sums import StepSums
 from .stock_again import full_state, generate_alone, save_stock
+from .stopped import anew_if_it_stops
 from .unchanged import Unchanged
 
 ReduceGradients = Literal["each", "once"]
@@ -151,7 +152,7 @@ class BraidedModel(nn.Module):
         loss: OwnLoss | None = None,
     ) -> LocalLoss:
         """This rank's share of the loss of a step that all ranks have agreed on."""
-        with normal_tensors():
+        with normal_tensors(), anew_if_it_stops(self):
             local: LocalLoss = super().__call__(batch, label_tokens, divisor, seed, loss)
         if not torch.is_grad_enabled():
             self.free()
@@ -161,7 +162,8 @@ class BraidedModel(nn.Module):
 
     def on_stage(self, call: StageCall, batch: PackedBatch, *numbers: Any) -> Any:
         """What goes to the next pipeline stage; on the last one, the `local_loss` with these arguments."""
-        return super().__call__(batch, *numbers, call)
+        with anew_if_it_stops(self):
+            return super().__call__(batch, *numbers, call)
 
     def forward(
         self,
@@ -256,7 +258,8 @@ class BraidedModel(nn.Module):
 
     def gathered(self, function: Callable[..., T], *args: Any) -> T:
         """A function of this model and others, called with the model's parameters at hand."""
-        return function(self, *args)
+        with anew_if_it_stops(self):
+            return function(self, *args)
 
     def agree(
         self,

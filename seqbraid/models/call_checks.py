@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from ..mesh import Mesh
+from ..sequence_parallel.ring_plan import refuse_window
 from .adapter import Adapter
 from .agreement import check_batch, check_no_autocast, config_values
 from .batch import PackedBatch
 from .dropout import is_active
+from .mixers import layer_window
+from .parts import ModelParts
 from .tensor import TensorPlan
 from .unchanged import Unchanged
 
@@ -40,6 +43,10 @@ def check_call(
         tensor.check_step(type(model).__name__, adapter.dropping)
     check_no_autocast()
     adapter.check_step(batches, seed)
+    windows = _windows(adapter.parts) if mesh.ring > 1 else set()
+    for batch in batches:  # those of this data rank alone
+        for window in sorted(windows):
+            refuse_window(batch.layout, window)
 
 
 def call_settings(
@@ -75,6 +82,14 @@ def stage_settings(adapter: Adapter) -> dict[str, Any]:
             name: _adapters(module) for name, module in modules if "lora_A" in module._modules
         },
     }
+
+
+def _windows(parts: ModelParts) -> set[int]:
+    """Of the layers, as they are now; where a config names no kinds of layers, `pack` does not know them."""
+    found = {layer.window for layer in parts.every_layer if layer.index >= len(parts.layer_list)}
+    own = (layer for layer in parts.layers if layer.kind in ("full_attention", "sliding_attention"))
+    found |= {layer_window(parts.config, layer.index, layer.mixer) for layer in own}
+    return {window for window in found if window is not None}
 
 
 def _is_checkpointed(module: nn.Module) -> bool:

@@ -110,7 +110,7 @@ class RingPlan:
         runs = [_runs(layout, rank) for rank in range(layout.ring)]
         mine = runs[ring_rank]
         if window is not None:
-            _refuse_window(layout, runs, window)
+            refuse_window(layout, window, runs)
         num_shared = sum(
             layout.num_shared_tokens(ring_rank * layout.ulysses + u) for u in range(layout.ulysses)
         )
@@ -224,8 +224,9 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def _refuse_window(layout: SequenceLayout, runs: list[dict[int, Run]], window: int) -> None:
+def refuse_window(layout: SequenceLayout, window: int, runs: list[dict[int, Run]] | None = None) -> None:
     """A window wider than a sequence changes nothing; a narrower one cuts through the blocks of a ring."""
+    runs = [_runs(layout, rank) for rank in range(layout.ring)] if runs is None else runs
     for sequence, length in enumerate(layout.lengths):
         ranks = [rank for rank in range(layout.ring) if sequence in runs[rank]]
         if len(ranks) > 1 and length > window:

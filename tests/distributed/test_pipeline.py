@@ -25,6 +25,7 @@ from seqbraid.verify.pipeline_mutants import PIPELINE_MUTANTS
 from seqbraid.verify.verdict import ALLOWANCE
 from tests.helpers import ranks
 from tests.models.test_parity_ranks import assert_holds, load, prepared
+from tests.models.test_refusals import build
 
 LENGTHS = (30, 64, 5, 1, 1, 1, 100, 17, 40, 64, 3, 130)
 """Cut into 4 or 7 rows, of which one is of single tokens: it has no label."""
@@ -251,9 +252,64 @@ def frozen_on_one_rank() -> None:
     sb.forward_backward(model, [sb.pack(random_samples([9], 97), model.model.config, model.mesh)])
 
 
+def spoilt(mesh: dict[str, int], layer: int, in_backward: bool, options: PipelineOptions) -> Any:
+    """A layer fails in its second micro-batch: what a rank hears; loss and gradient of the next step."""
+    model = sb.parallelize(tiny_model("qwen3", **FOUR), sb.Mesh(**mesh), pipeline=options)
+    rows = [random_samples([length], 97) for length in (9, 30, 5)]
+    batches = [sb.pack(row, model.model.config, model.mesh) for row in rows]
+    calls: list[int] = []
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory is left")
+
+    def spoil(module: Any, args: Any, out: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            out.register_hook(fail) if in_backward else fail()
+
+    message, of_layer = "", model.parts.layer_list[layer]
+    if layer >= 0:
+        handle = of_layer.register_forward_hook(spoil) if any(True for _ in of_layer.parameters()) else None
+        with pytest.raises((ValueError, RuntimeError)) as raised:
+            sb.forward_backward(model, batches)
+        message = str(raised.value)
+        model.zero_grad()
+        if handle is not None:
+            handle.remove()
+    if in_backward:
+        return message, []
+    return message, [float(sb.forward_backward(model, batches).mean_loss), float(clip_grad_norm_(model, 9e9))]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layer", "in_backward", "options"),
+    [
+        ({"pp": 2}, 0, False, PipelineOptions()),
+        ({"pp": 2}, 3, False, INTERLEAVED),
+        ({"pp": 2}, 1, True, INTERLEAVED),
+        ({"pp": 2}, 3, True, PipelineOptions()),
+        ({"ring": 2}, 0, False, PipelineOptions()),
+    ],
+)
+def test_what_goes_wrong_on_a_stage_all_ranks_raise_and_can_go_on(
+    mesh: dict[str, int], layer: int, in_backward: bool, options: Any
+) -> None:
+    ((_, expected),) = ranks.run(spoilt, 1, {}, -1, False, options)
+    for message, found in ranks.run(spoilt, 2, mesh, layer, in_backward, options, limit=20):
+        assert "no memory is left" in message
+        assert found == pytest.approx([] if in_backward else expected, rel=1e-5)
+
+
+def random_numbers_on_the_first_stage() -> None:
+    stock = build("seed_oss", residual_dropout=0.1, attention_dropout=0.0)
+    model = sb.parallelize(stock, sb.Mesh(pp=2))
+    sb.forward_backward(model, [sb.pack(random_samples([9], 97), stock.config, model.mesh)])
+
+
 @pytest.mark.parametrize(
     ("function", "size", "message"),
     [
+        (random_numbers_on_the_first_stage, 2, "draws random numbers in training (its config has residual"),
         (positions_in_front, 2, "changes hidden states outside of its layers"),
         (one_batch, 2, "unlike forward_backward(model, batches), is not supported with pp=2"),
         (

@@ -15,6 +15,7 @@ from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.memory import MemoryOptions
 from tests.helpers import ranks
+from tests.models.test_refusals import build
 
 
 def heads_that_do_not_divide() -> None:
@@ -237,6 +238,13 @@ def more_stages_than_layers() -> None:
     sb.parallelize(tiny_model("llama"), Mesh(pp=4))
 
 
+def window_under_ring_on_one_data_rank() -> None:
+    """Of a config that names no kinds of layers."""
+    mesh = Mesh(dp_shard=2, ring=2)
+    model = sb.parallelize(build("mistral", sliding_window=16), mesh)
+    model(sb.pack(random_samples([200 if mesh.data_rank else 8], 97), model.model.config, mesh))
+
+
 def sparse_gradients() -> None:
     model: Any = tiny_model("llama")
     model.model.embed_tokens.sparse = True
@@ -277,6 +285,7 @@ CASES: list[tuple[Callable[[], None], int, str]] = [
     (tensor_as_batch_on_one_rank, 2, "takes the output of seqbraid.pack, not Tensor"),
     (resized_on_all_ranks, 2, "was of shape [97, 32]"),
     (weight_replaced_on_one_rank, 2, "was replaced since it was sharded"),
+    (window_under_ring_on_one_data_rank, 4, "sliding window of 16; use ulysses instead of ring"),
     (sparse_gradients, 2, "model.embed_tokens of LlamaForCausalLM has sparse=True"),
     (more_stages_than_layers, 4, "has 2 layers, too few for 4 stages"),
 ]
