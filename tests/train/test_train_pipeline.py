@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def test_the_curve_is_that_of_one_process_and_a_run_goes_on_with_a_ring_and_back
 
 
 def failing(settings: TrainConfig, rank: int) -> None:
-    """A layer of one rank raises in the second step; its process ends, as under torchrun."""
+    """A layer of one rank raises in the second step."""
     trainer = Trainer(settings, make_mesh(settings))
     layer: Any = trainer.model.parts.layers[0].module
 
@@ -77,12 +76,7 @@ def failing(settings: TrainConfig, rank: int) -> None:
             raise RuntimeError("the layer is odd")
 
     layer.register_forward_pre_hook(fail)
-    try:
-        trainer.run()
-    except RuntimeError:
-        if trainer.mesh.rank == rank:
-            os._exit(1)
-        raise
+    trainer.run()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -94,10 +88,11 @@ def test_a_rank_that_fails_inside_a_stage_ends_all_with_its_reason(
     """The first stage waits for gradients, the last one for hidden states."""
     settings = config(shapes, tmp_path / "run", model="tiny:qwen3_vl", mesh=STAGES)
     found = errors(failing, 2, settings, rank)
-    assert found[rank].message == "the process died" and "onnection" in found[1 - rank].message
+    assert found[rank].message == "the layer is odd"
+    assert found[1 - rank].message == f"rank {rank} stopped: RuntimeError: the layer is odd"
     ended = json.loads((tmp_path / "run/ended.json").read_text())
-    assert (ended["reason"], ended["rank"], ended["step"]) == ("failed", rank, 1)
-    assert ended["error"] == "RuntimeError: the layer is odd"
+    assert (ended["reason"], ended["step"]) == ("failed", 1)
+    assert "RuntimeError: the layer is odd" in ended["error"]
 
 
 def kept(folder: Path) -> None:
