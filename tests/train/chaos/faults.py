@@ -114,7 +114,9 @@ def fill_the_disk(job: Job, chance: random.Random, pace: Pace) -> Kill:
     status, said = attempt(job, "--checkpoint.on_error=continue", file_bytes=limit)
     reason = ended(job.run)
     named = said.count("COULD NOT BE WRITTEN")
-    good = status != 0 and reason == (UNSAVED, pace.steps) and named > 0 and last_named(job.run) == before
+    last = last_named(job.run)  # a save that was whole when all was killed is published first
+    kept = last == before or f"{last} was complete when the last run ended" in said
+    good = status != 0 and reason == (UNSAVED, pace.steps) and named > 0 and kept
     what = f"full to the end, status {status}, {reason}, {named} times said"
     return Kill(what, good, starts=2, problem="" if good else f"a success, or without a word: {said}")
 
