@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ..mesh import Mesh
 from ..sequence_parallel.context import StepContext
@@ -20,12 +18,13 @@ from ..sequence_parallel.gated_delta_heads import GatedDeltaHeads
 from ..sequence_parallel.ulysses import SoftmaxHeads
 from . import attention
 from .batch import PackedBatch
+from .decoder_checks import check_config, check_embeddings, check_mixers
 from .dropout import braid_dropout, is_active
 from .expert_check import check_experts, refuse_adapted_experts
 from .experts import BraidedExperts, are_experts, braid_experts, count_of_all
 from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
-from .head import check_nothing_around, check_plain, refuse_adapter
+from .head import check_nothing_around, check_plain
 from .mixers import gated_delta_sizes, local_heads
 from .mtp_module import NAME as MTP
 from .mtp_step import MtpOutput, run_mtp
@@ -36,19 +35,8 @@ from .running import bind_layer, running, unbind
 from .stage import Stage, StageCall, check_stages, keep_stages, only
 from .tensor import TensorPlan
 
-MIXERS = {"full_attention", "sliding_attention", "linear_attention"}
-"""Kinds of layers that we know to keep packed samples apart in."""
-
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""Rotary variants whose frequencies depend on the longest sample of a batch."""
-
 MARK = "_is_braided"
 """An attribute of a model from `braid` to `unbraid`."""
-
-RECURRENT = re.compile(
-    r"Mamba|SSM|Ssm[A-Z]|R[Ww][Kk][Vv]|Recurrent|Retention|Hyena|Delta|Lightning|LinearAtt|Conv(?!ers)"
-)
-"""Names of modules that carry state from token to token in a way the attention interface does not show."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,7 @@ class Adapter:
                 "it is parallelized again"
             )
         self.stock_attention: str = self.config._attn_implementation
-        self._check_config()  # first, as a kind of layers says more than where they are
+        check_config(self.config, self.name)  # first, as a kind of layers says more than where they are
         self.parts = ModelParts.of(model)
         self.head, self.decoder = self.parts.head, self.parts.decoder
         self.mtp = None if self.parts.mtp is None else self.parts.mtp.module.options
@@ -91,10 +79,10 @@ class Adapter:
         self._bound: list[nn.Module] = []
         self.experts: list[BraidedExperts] = []
         """One for each layer that has some, in their order, from `braid` on."""
-        self._check_mixers()
+        check_mixers(self.model, self.decoder, self.gated_delta)
         refuse_adapted_experts(self.parts)
         self._embeddings = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
-        _check_embeddings(self._embeddings, self.name)
+        check_embeddings(self._embeddings, self.name)
         check_nothing_around(model, self.decoder, self.head)
 
     def check_mesh(self, mesh: Mesh, gated_delta: str) -> TensorPlan | None:
@@ -214,7 +202,7 @@ class Adapter:
             )
         if isinstance(self.head, nn.Linear):  # else another stage has it
             check_plain(self.head, self.name)
-        _check_embeddings(self._embeddings, self.name)
+        check_embeddings(self._embeddings, self.name)
         if self.is_training:
             refuse_random_layers(self.model, self.decoder, self.config, self.name)
         for name, module in self.dropping.items() if seed is None else ():
@@ -313,50 +301,6 @@ class Adapter:
         parameters = getattr(self.config, "rope_parameters", None) or {}
         return "mrope_section" in parameters
 
-    def _check_config(self) -> None:
-        kinds = set(getattr(self.config, "layer_types", None) or ())
-        if kinds - MIXERS:
-            raise ValueError(
-                f"{self.name} has layers of kind {', '.join(sorted(kinds - MIXERS))}; supported are "
-                f"{', '.join(sorted(MIXERS))}"
-            )
-        if not getattr(self.config, "is_causal", True):
-            raise ValueError(
-                f"{self.name} is configured with is_causal=False; only causal decoders are supported"
-            )
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        found = {_rope_type(parameters), *(_rope_type(p) for p in parameters.values() if isinstance(p, dict))}
-        if found & LENGTH_DEPENDENT_ROPE:
-            raise ValueError(
-                f"{self.name} uses rope_type {', '.join(sorted(found & LENGTH_DEPENDENT_ROPE))}, whose "
-                "frequencies depend on the longest sample of a batch, so a packed row would differ from "
-                "its samples; use a fixed rope_type (default, linear, yarn, llama3)"
-            )
-
-    def _check_mixers(self) -> None:
-        if not getattr(self.model, "_can_set_attn_implementation", lambda: True)():
-            raise ValueError(
-                f"{self.name} does not use transformers' attention interface, so its attention cannot be "
-                "replaced"
-            )
-        for module in self.gated_delta:
-            refuse_adapter(module.conv1d, f"the convolution of layer {module.layer_idx} of {self.name}")
-        known = {id(part) for module in self.gated_delta for part in module.modules()}
-        for name, module in self.decoder.named_modules():
-            if id(module) in known or isinstance(module, Conv1D):  # transformers' Conv1D is a linear layer
-                continue
-            if name and RECURRENT.search(type(module).__name__):
-                if isinstance(module, nn.Conv2d | nn.Conv3d):
-                    raise ValueError(
-                        f"{self.name} has a {type(module).__name__} at {name!r}: an image or audio "
-                        "encoder that is not supported; docs/models.md lists what is"
-                    )
-                raise ValueError(
-                    f"{self.name} has a {type(module).__name__} at {name!r} that carries state between "
-                    "tokens in an unknown way; supported are softmax attention and the gated-delta "
-                    "layers of qwen3_next and qwen3_5"
-                )
-
 
 def _with_mtp(counts: Tensor | None, mtp: MtpOutput | None, num_experts: int) -> Tensor | None:
     """Counts of the decoder's experts and of those behind them; a stage has rows for all of them already."""
@@ -366,26 +310,6 @@ def _with_mtp(counts: Tensor | None, mtp: MtpOutput | None, num_experts: int) ->
         return torch.cat([counts, mtp.expert_counts])
     first = num_experts - len(mtp.expert_counts)
     return torch.cat([counts[:first], mtp.expert_counts])
-
-
-def _rope_type(parameters: dict[str, Any]) -> str:
-    return str(parameters.get("rope_type", "default"))
-
-
-def _check_embeddings(embeddings: Mapping[str, nn.Embedding], model: str) -> None:
-    for name, module in embeddings.items():
-        for option, why in (
-            (
-                "scale_grad_by_freq",
-                "divides gradients by the frequency of ids in a batch, which packing changes",
-            ),
-            ("max_norm", "changes the weights in every forward"),
-        ):
-            if getattr(module, option):
-                raise ValueError(
-                    f"{name} of {model} has {option}={getattr(module, option)}, which {why}; "
-                    f"set {name}.{option} to {'False' if option == 'scale_grad_by_freq' else 'None'}"
-                )
 
 
 def _has_learned_positions(parts: ModelParts) -> bool:
