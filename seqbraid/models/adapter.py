@@ -281,7 +281,7 @@ class Adapter:
                 "interface nor through a known gated-delta module, so packed samples may have leaked "
                 "into each other there"
             )
-        counts = count_of_all(self.experts, context, of_stage=call is not None)
+        counts = count_of_all(self.experts, context, device, of_stage=call is not None)
         counts = _with_mtp(counts, mtp, len(self.experts))
         hidden = outputs.last_hidden_state
         if is_last:

@@ -99,7 +99,7 @@ class BraidedExperts:
 
 
 def count_of_all(
-    experts: Sequence[BraidedExperts], step: StepContext, of_stage: bool = False
+    experts: Sequence[BraidedExperts], step: StepContext, device: torch.device, of_stage: bool = False
 ) -> Tensor | None:
     """How often this rank's tokens went to each expert of each layer, and, behind that, to another rank's:
     `[N, E + 1]` in float64; None where no layer says so. `of_stage`: of all layers, zeros for those that do
@@ -110,7 +110,6 @@ def count_of_all(
         return None
     widest = max(x.num_experts for x in experts) if of_stage else max(len(counts) for _, counts in counted)
     rows = len(experts) if of_stage else len(counted)
-    device = next(experts[0].module.parameters()).device if not counted else counted[0][1].device
     found = torch.zeros(rows, 1 + widest, dtype=torch.float64, device=device)
     places = [x.number for x, _ in counted] if of_stage else range(len(counted))
     for place, (of_layer, counts_E) in zip(places, counted, strict=True):

@@ -73,12 +73,14 @@ def run_mtp(
         )
     logits = torch.cat(found.router_logits) if found.router_logits else None
     hidden_KTD = tuple(x.squeeze(0) for x in found.hidden_K1TD)
-    return MtpOutput(hidden_KTD, logits, _counts(experts, contexts, len(mtp.layers)))
+    return MtpOutput(hidden_KTD, logits, _counts(experts, contexts, len(mtp.layers), hidden_TD.device))
 
 
-def _counts(experts: Sequence[BraidedExperts], contexts: Sequence[StepContext], layers: int) -> Tensor | None:
+def _counts(
+    experts: Sequence[BraidedExperts], contexts: Sequence[StepContext], layers: int, device: torch.device
+) -> Tensor | None:
     """Of layers that serve several depths, the sum."""
-    counts = [count_of_all(experts, context) for context in contexts]
+    counts = [count_of_all(experts, context, device) for context in contexts]
     rows = [
         torch.stack([x for x in counts[layer::layers] if x is not None]).sum(0)
         for layer in range(min(layers, len(contexts)))

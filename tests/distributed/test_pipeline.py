@@ -60,6 +60,15 @@ def test_stages_equal_each_sample_alone(folder: Path, case: Case) -> None:
     assert_holds(folder, family, mesh, [options], LENGTHS, "whole", rows, **FOUR)
 
 
+@pytest.mark.parametrize(("dense", "stages"), [([0], [1, 3]), ([2, 3], [2, 2])])
+def test_a_stage_without_experts_beside_one_with(folder: Path, dense: list[int], stages: list[int]) -> None:
+    """As the first dense layers of DeepSeek-V3 may be alone on theirs; stages as the user says."""
+    options = {"micro_batches": 4, "pipeline": PipelineOptions(stages=stages)}
+    rows = rows_of(len(LENGTHS), 1, 4)
+    changes = FOUR | {"mlp_only_layers": dense}
+    assert_holds(folder, "qwen3_moe", {"pp": 2}, [options], LENGTHS, "whole", rows, **changes)
+
+
 def media_verdict(path: str, family: str, mesh: dict[str, int], micro_batches: int) -> Any:
     samples, references = torch.load(path, weights_only=False)
     model = tiny_media_model(family)

@@ -31,7 +31,10 @@ from seqbraid.plan.estimate import memory_estimate
 from seqbraid.plan.flops import ModelFlops
 from seqbraid.sequence_parallel.shift import ShiftPlan
 from seqbraid.train.export import export
+from seqbraid.train.freeze import freeze
+from seqbraid.train.lora import LoraOptions, add_lora
 from seqbraid.verify.mtp_reference import mtp_step, seen_by_decoder
+from tests.train.test_lora import shaken
 
 MOE = ("qwen3_next", "qwen3_5_moe")
 
@@ -268,6 +271,37 @@ def test_frozen_trunk() -> None:
         braided.release()
     assert all(p.requires_grad for p in model.parameters())
     assert not hasattr(model.config, "mtp_num_hidden_layers")
+
+
+def test_a_frozen_module_still_trains_the_model() -> None:
+    gradients = []
+    for factor in (0.0, 1.0):
+        model = with_mtp(tiny_model("qwen3_5"), loss_factor=factor)
+        freeze(model, ["mtp"])
+        sb.parallelize(model)(sb.pack(random_samples((9, 4), 97), model.config, mtp_depth=1)).loss.backward()
+        assert all(p.grad is None for p in mtp_of(model).parameters())
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    without, beside = gradients
+    assert without.keys() == beside.keys()
+    assert all((beside[name] - g).norm() > 1e-2 * g.norm() for name, g in without.items())
+
+
+def test_export_merges_the_modules_adapters(tmp_path: Path) -> None:
+    before = saved(tmp_path / "source", "qwen3_5")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    attach_mtp(stock)
+    adapted = [name for name in add_lora(stock, LoraOptions(2, alpha=6.0)) if name.startswith("mtp.")]
+    assert len(adapted) == 8  # fc, four of attention, three of the MLP
+    shaken(stock)
+    wanted = dict(before)
+    for name in adapted:
+        a, b = (stock.get_parameter(f"{name}.lora_{x}.default.weight").detach() for x in "AB")
+        wanted[f"{name}.weight"] = before[f"{name}.weight"] + 3 * b @ a
+    export(sb.parallelize(stock), tmp_path / "source", tmp_path / "out")
+    found = read_mtp(tmp_path / "out")
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-6, atol=1e-6)
 
 
 def test_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from seqbraid.models.mtp_weights import read_mtp
 from seqbraid.train.after.export import export_checkpoint
 from seqbraid.train.config import CheckpointConfig, LogConfig, LoraConfig, MeshConfig, StepConfig
 from seqbraid.train.mtp_config import MtpConfig
+from seqbraid.train.setup import make_model
 from tests.helpers.ranks import errors, run
 from tests.train.test_train import (  # noqa: F401  the fixture is found by its name
     _train_and_stop,
@@ -61,6 +62,13 @@ def test_the_curve_is_that_of_one_process_and_a_run_resumes_and_is_exported(
     assert {name.split(".")[1] for name in read_mtp(tmp_path / "exported")} == {
         "fc", "layers", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden",
     }  # fmt: skip
+
+
+def test_the_module_alone_learns_where_the_configuration_says_so(tmp_path: Path) -> None:
+    alone = MtpConfig(depth=1, fresh=True, only=True)
+    model = make_model(config(tmp_path, tmp_path / "out", model="tiny:qwen3_5", mtp=alone))
+    learns = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert learns and learns == {name for name, _ in model.named_parameters() if name.startswith("mtp.")}
 
 
 def test_settings_that_do_not_go_together(tmp_path: Path) -> None:
