@@ -109,6 +109,12 @@ def test_links_and_anchors_lead_somewhere() -> None:
                 assert anchor in anchors, f"{page.name}: {target}{anchor}"
 
 
+def test_every_page_is_found_from_the_readme() -> None:
+    text = README.read_text(encoding="utf-8")
+    pages = [page.name for page in (README.parent / "docs").glob("*.md")]
+    assert len(pages) > 15 and not [name for name in pages if f"(docs/{name}" not in text]
+
+
 def test_the_version_is_the_newest_of_the_changelog() -> None:
     versions = re.findall(
         r"^## (.*)$", (README.parent / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
