@@ -298,10 +298,19 @@ class _TorchStage(PipelineStage):
         )
         self._runtime_validate = False  # it would want these shapes of every micro-batch
 
+    def _validate_fwd_input(self, *_: Any) -> None:
+        """Torch 2.11 compares always, as 2.13 does where `_runtime_validate` is set."""
+
+    def _validate_fwd_outputs(self, *_: Any) -> None:
+        """Torch 2.11 compares always, as 2.13 does where `_runtime_validate` is set."""
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Make room for the micro-batch."""
         if not self.is_first:
-            self._make_room(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+            infos = self.args_recv_info[fwd_chunk_id]
+            self._make_room(infos, fwd_chunk_id)
+            for info in infos:  # as torch 2.11 has them
+                info.buffer.requires_grad_(self.has_backward)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
