@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..data.records.unpack import LINES, TABLES, suffixes
 from .config import TrainConfig, as_dict, keys
 from .option_errors import explain
 from .yaml_file import use_checked_yaml
 
 
-def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
-    """`config.yaml --train.lr=1e-5 …` to a checked configuration, and whether only a dry run is asked for."""
+def parse_config(
+    arguments: Sequence[str], complete: Callable[[TrainConfig], TrainConfig] | None = None
+) -> tuple[TrainConfig, bool]:
+    """`config.yaml --train.lr=1e-5 …` to a checked configuration, and whether only a dry run is asked for.
+
+    Before it is checked it is given to `complete`.
+    """
     try:
         from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
     except ImportError:
@@ -37,6 +43,11 @@ def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
     if arguments and not arguments[0].startswith("-"):
         if not Path(arguments[0]).is_file():
             raise ValueError(f"no such config file: {arguments[0]!r}")
+        if suffixes(arguments[0])[0] in (*LINES, *TABLES, ".parquet"):
+            raise ValueError(
+                f"{arguments[0]!r} is a file of data, not a configuration; give it as "
+                f"--data.train={arguments[0]}"
+            )
         arguments.insert(0, "--config")
     try:
         found = parser.parse_args(arguments)
@@ -45,7 +56,8 @@ def parse_config(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
     found.pop("config", None)
     dry_run = bool(found.pop("dry_run"))
     values = parser.instantiate_classes(found)
-    return TrainConfig(**values.as_dict() if hasattr(values, "as_dict") else values).check(), dry_run
+    config = TrainConfig(**values.as_dict() if hasattr(values, "as_dict") else values)
+    return (config if complete is None else complete(config)).check(), dry_run
 
 
 def load_config(path: Path) -> TrainConfig:

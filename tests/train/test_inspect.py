@@ -299,4 +299,8 @@ def test_what_cannot_be_shown_is_refused(data: Path, capsys: pytest.CaptureFixtu
         assert main(["inspect", str(path), *arguments]) == 2
         assert reason in capsys.readouterr().err
     assert main(["inspect", str(path), f"--data.train={data}/pages.jsonl"]) == 1  # as a run would stop
+    assert main(["inspect", f"{data}/text.jsonl"]) == 2
+    assert f"give it as --data.train={data}/text.jsonl" in capsys.readouterr().err
+    assert main(["inspect", "--model=tiny:llama", f"--data.train={data}/text.jsonl"]) == 0  # all it needs
+    assert "1 of 8,192 tokens" in capsys.readouterr().out
     parse_config([str(path)])

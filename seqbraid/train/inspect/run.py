@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.progress import Progress, TextColumn
 from ...mesh import Mesh
 from ...plan.flops import ModelFlops
 from ...printable import printable
+from ..config import TrainConfig
 from ..config_file import parse_config
 from ..dry_run import planned_mesh
 from ..setup import EncoderFactory, make_model, open_data, row_options
@@ -33,7 +35,7 @@ def inspect(
     """Show a row and the statistics of the training data of a configuration, with the options of `train`."""
     if samples < 1 or row < 0:
         raise ValueError(f"--samples={samples} must be at least 1, and --row={row} at least 0")
-    config, _ = parse_config(arguments)
+    config, _ = parse_config(arguments, with_defaults)
     console = Console() if console is None else console
     mesh = planned_mesh(config.mesh)
     model = make_model(config, weights=False)
@@ -52,6 +54,16 @@ def inspect(
         write_page(html, config, found, packed, reader.encoder)
         console.print(f"wrote {printable(html)}", markup=False, highlight=False)
     return found
+
+
+def with_defaults(config: TrainConfig) -> TrainConfig:
+    """With what a run needs and looking at data does not: a folder, a length, and a batch size of one row."""
+    steps = config.train
+    if steps.steps is None and steps.epochs is None:
+        steps = replace(steps, epochs=1)
+    if not steps.batch_tokens:
+        steps = replace(steps, batch_tokens=config.data.row_tokens)
+    return replace(config, out=config.out or "out/run", train=steps)
 
 
 def _survey(reader: Reader, samples: int) -> Survey:
