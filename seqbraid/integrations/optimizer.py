@@ -30,10 +30,10 @@ def stock_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def gradients_of(optimizer: Any) -> list[Tensor]:
-    """What the next step would use."""
+def gradients_by_parameter(optimizer: Any) -> dict[Tensor, Tensor]:
+    """What the next step would use, by the parameters that it would change."""
     found = stock_optimizer(optimizer)
     if isinstance(found, PartwiseOptimizer):
-        return list(found.gradients().values())
+        return found.gradients()
     trained = (p for group in found.param_groups for p in group["params"])
-    return [p.grad for p in trained if p.grad is not None]
+    return {p: p.grad for p in trained if p.grad is not None}

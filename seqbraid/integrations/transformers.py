@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, seed_worker
 
 from ..comm.consensus import gather_ints, raised_by_all
-from ..distributed.gradients import clip_gradients, gradient_norm
+from ..distributed.gradients import clip_gradients, counted, gradient_norm
 from ..mesh import Mesh
 from ..models.agreement import Agreed
 from ..models.output import StepOutput
@@ -34,7 +34,7 @@ from .arguments import check_arguments, without_stock_checkpointing
 from .braiding import OWN, Braiding
 from .checkpoint import ShardedState, save_beside, save_stock
 from .evaluation import run_through
-from .optimizer import gradients_of, partwise, stock_optimizer
+from .optimizer import gradients_by_parameter, partwise, stock_optimizer
 from .rows import Dealt, Numbers, RowSampler, RowSettings, lengths_of, set_epoch
 from .samples import LabelledRowMaker, RowMaker, bad_step
 
@@ -266,13 +266,15 @@ class Trainer(transformers.Trainer):
 
     def _clip_grad_norm(self, model: Any) -> float:
         norm = self._get_grad_norm(model)
-        clip_gradients(gradients_of(self.optimizer), norm, self.args.max_grad_norm)
+        gradients = list(gradients_by_parameter(self.optimizer).values())
+        clip_gradients(gradients, norm, self.args.max_grad_norm)
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: float | None = None) -> float:
         if grad_norm is not None:
             return grad_norm
-        return gradient_norm(gradients_of(self.optimizer), self.mesh)
+        by_parameter = gradients_by_parameter(self.optimizer)
+        return gradient_norm(counted(self.braided, by_parameter), self.mesh)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Counted once a step, over all ranks."""

@@ -65,9 +65,10 @@ def test_thirty_steps_on_any_mesh_equal_seqbraid_train_and_go_on_from_a_checkpoi
         "one": ({}, 2),
         "split": ({"ring": 2, "ulysses": 2}, 2),
         "both": ({"dp_shard": 2, "ring": 2}, 1),
+        "stages": ({"pp": 2, "ring": 2}, 2),  # with the tied weight on both
     }
     for name, (sizes, accumulated) in meshes.items():
-        work = (sizes, str(tmp_path / name), RECORDS, name != "split")
+        work = (sizes, str(tmp_path / name), RECORDS, name not in ("split", "stages"))
         options = {"gradient_accumulation_steps": accumulated}
         found = [run_here(*work, options)] if not sizes else ranks.run(run_here, 4, *work, options)
         for losses, grad_norms, (of_all, _, of_all_perplexity), again in found:
@@ -85,7 +86,7 @@ def test_thirty_steps_on_any_mesh_equal_seqbraid_train_and_go_on_from_a_checkpoi
     # What was saved is stock.
     record = tokens(1)[0]
     results = []
-    for name in ("one", "split", "both"):
+    for name in ("one", "split", "both", "stages"):
         last = get_last_checkpoint(str(tmp_path / name))
         assert last is not None and AutoTokenizer.from_pretrained(last)("What?")["input_ids"]
         for folder in (last, tmp_path / name):
