@@ -59,11 +59,12 @@ def run_mtp(
     mtp = parts.mtp
     assert mtp is not None, "the model has multi-token prediction"
     positions_4T = batch.positions
-    multimodal = "mrope_section" in (getattr(parts.config, "rope_parameters", None) or {})
-    positions = positions_4T[1:, None] if multimodal else positions_4T[:1]
+    rotary = parts.decoder.rotary_emb
+    # Some releases want all three rows of a module for grids, of text alone too.
+    positions = positions_4T[1:, None] if hasattr(rotary, "mrope_section") else positions_4T[:1]
     routers = [layer.router if with_router else None for layer in mtp.layers]
     with running(context):
-        angles = parts.decoder.rotary_emb(hidden_TD[None], positions)
+        angles = rotary(hidden_TD[None], positions)
         found, contexts = mtp.module(hidden_TD, embeds_TD, angles, routers, context)
     missing = {layer.index for layer in mtp.layers[: len(contexts)]} - context.mixed_layers
     if missing:
