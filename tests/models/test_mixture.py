@@ -11,6 +11,7 @@ from transformers.integrations import moe
 
 import seqbraid as sb
 from seqbraid import Mesh
+from seqbraid.comm.consensus import gather_objects
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.lora import LoraOptions, add_lora
 from tests.helpers import ranks
@@ -19,7 +20,7 @@ from tests.models.tiny_types import tiny_type_model
 LENGTHS = (30, 5, 1, 64, 40, 17)
 ROWS = [[0, 2, 4], [1, 3, 5]]
 MESHES: list[dict[str, int]] = [{}, {"ring": 2}, {"ulysses": 2}, {"dp_shard": 2}]
-MESHES += [{"ring": 2, "ep": 2}, {"dp_shard": 2, "ep": 2}]
+MESHES += [{"ring": 2, "ep": 2}, {"dp_shard": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}]
 COEFFICIENT = 0.1
 
 
@@ -45,14 +46,19 @@ def step(model_type: str, axes: dict[str, int], dropout: float, seed: int) -> An
     model = sb.parallelize(stock, mesh)
     samples = random_samples(LENGTHS, 97)
     rows = [ROWS[mesh.data_rank]] if mesh.data_world_size > 1 else ROWS
+    batches = [sb.pack([samples[i] for i in row], stock.config, mesh) for row in rows]
     losses = torch.zeros(2, dtype=torch.float64)
-    for row in rows:
-        batch = sb.pack([samples[i] for i in row], stock.config, mesh)
+    if mesh.pp > 1:
+        out = sb.forward_backward(model, batches, seed=seed)
+        losses += torch.stack([out.mean_loss, out.aux_loss])  # type: ignore[list-item]
+    for batch in batches if mesh.pp == 1 else ():
         out = model(batch, label_tokens=label_tokens(samples), seed=seed)
         out.loss.backward()
         losses += torch.stack([out.mean_loss, out.aux_loss])  # type: ignore[list-item]
-    found = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
-    return losses, {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in found.items()}
+    own = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
+    own = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in own.items()}
+    stages = gather_objects(mesh.cpu_group, own) if mesh.pp > 1 else [own]
+    return losses, {name: gradient for of_stage in stages for name, gradient in of_stage.items()}
 
 
 def label_tokens(samples: list[dict[str, Any]]) -> int:
