@@ -246,16 +246,17 @@ def step_of(family: str, axes: dict[str, int], memory: dict[str, Any]) -> Any:
 def test_micro_batches_and_checkpoints(family: str) -> None:
     expected, _ = step_of(family, {}, {})
     layers = len(tiny_model(family).model.layers)
-    for memory, gathers in (
-        ({}, 2),
-        ({"reduce_gradients": "once"}, 2),
-        ({"checkpointing": "full"}, 2),
-        ({"checkpointing": "full", "offload": True}, 2),
-        ({"checkpointing": "selective", "reduce_gradients": "once"}, 2),
-    ):
+    switches = [
+        {"checkpointing": "full", "offload": True},
+        {"checkpointing": "selective", "reduce_gradients": "once"},
+        {},
+        {"reduce_gradients": "once"},
+        {"checkpointing": "full"},
+    ]
+    for memory in switches if family == "qwen3_moe" else switches[:2]:
         for found, count in ranks.run(step_of, 4, family, {"dp_shard": 1, "ring": 4, "ep": 2}, memory):
             # The last layer's stay from its forward to its backward.
-            assert count == gathers * layers - 1, (memory, count)
+            assert count == 2 * layers - 1, (memory, count)
             for name, gradient in expected.items():
                 error = float((found[name] - gradient).norm() / gradient.norm())
                 assert error < 2e-5, (name, error, memory)

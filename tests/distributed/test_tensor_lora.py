@@ -178,18 +178,18 @@ def trained(axes: dict[str, int], folder: str, steps: list[int], resume: bool) -
 
 def test_adapters_are_saved_and_go_on_anywhere(tmp_path: Path) -> None:
     tp_and_ring, without = {"ring": 2, "tp": 2}, {"dp_shard": 2, "ulysses": 2}
-    for there, here in ((tp_and_ring, without), (without, tp_and_ring), (tp_and_ring, tp_and_ring)):
-        folder = str(tmp_path / "-".join([*there, *here]))
+    for there, others in ((tp_and_ring, [without, tp_and_ring]), (without, [tp_and_ring])):
+        folder = str(tmp_path / "-".join(there))
         losses, adapters, saved = ranks.run(trained, 4, there, folder, [0, 1, 2, 3], False)[0]
         stock = {name: p.shape for name, p in adapted("qwen3_5").named_parameters() if is_adapter(name)}
         assert {name: x.shape for name, x in adapters.items()} == stock
         for name, x in adapters.items():
             assert torch.equal(x, saved["base_model.model." + name.replace(".default.", ".")])
-        for found in ranks.run(trained, 4, here, folder, [2, 3], True):
+        runs = [(axes, x) for axes in others for x in ranks.run(trained, 4, axes, folder, [2, 3], True)]
+        for here, found in runs:
             if here == there:
-                assert found[0] == losses[2:] and all(
-                    torch.equal(found[1][n], x) for n, x in adapters.items()
-                )
+                assert found[0] == losses[2:]
+                assert all(torch.equal(found[1][n], x) for n, x in adapters.items())
             assert found[0] == pytest.approx(losses[2:], rel=1e-5)
             for name, x in adapters.items():
                 torch.testing.assert_close(found[1][name], x, rtol=1e-3, atol=3e-5)

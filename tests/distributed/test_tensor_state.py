@@ -77,9 +77,13 @@ def trained(family: str, axes: dict[str, int], folder: str, steps: list[int], re
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_goes_on_from_tp_on_another_mesh_and_back(tmp_path: Path, family: str) -> None:
     tp_and_ring, without = FAMILIES[family], {"dp_shard": 2, "ulysses": 2}
-    for there, here in ((tp_and_ring, without), (without, tp_and_ring), (tp_and_ring, tp_and_ring)):
-        folder = str(tmp_path / "-".join([*there, *here]))
-        numbers, weights, state = ranks.run(trained, 4, family, there, folder, [0, 1, 2, 3], False)[0]
+    folder, before, known = "", None, (list[float](), dict[str, Tensor](), dict[str, Tensor]())
+    back = [(without, tp_and_ring)] if family == "qwen3_5" else []
+    for there, here in (*back, (tp_and_ring, without), (tp_and_ring, tp_and_ring)):
+        if there != before:
+            folder, before = str(tmp_path / "-".join(there)), there
+            known = ranks.run(trained, 4, family, there, folder, [0, 1, 2, 3], False)[0]
+        numbers, weights, state = known
         for found in ranks.run(trained, 4, family, here, folder, [2, 3], True):
             if here == there:
                 assert found[0] == numbers[4:]
