@@ -307,7 +307,7 @@ class _TorchStage(PipelineStage):
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Make room for the micro-batch."""
         if not self.is_first:
-            infos = self.args_recv_info[fwd_chunk_id]
+            infos: Any = self.args_recv_info[fwd_chunk_id]
             self._make_room(infos, fwd_chunk_id)
             for info in infos:  # as torch 2.11 has them
                 info.buffer.requires_grad_(self.has_backward)

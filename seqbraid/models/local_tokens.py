@@ -130,6 +130,15 @@ class HeadPart:
         )
 
 
+ASKED = ("sample_sums", "sums_at_tokens", "failure", "end")
+"""What ranks of a row tell each other in a loss, so that none waits for one that has failed."""
+
+ORDER = (
+    "the ranks that share a row called sample_sums and sums_at_tokens in different orders, or some of them "
+    "more often; let a loss make the same calls on every rank, with zeros for what does not count"
+)
+
+
 @dataclass(frozen=True)
 class LocalTokens(LocalRow):
     """This rank's tokens of a micro-batch, as a loss of the user's own sees them (`TokenLoss`).
@@ -144,6 +153,10 @@ class LocalTokens(LocalRow):
     """What every rank has a backward of, used or not."""
     of_head: list[Tensor] = field(default_factory=list, repr=False)
     """What was made with the head."""
+    asked: list[Tensor] = field(default_factory=list, repr=False)
+    """How many ranks of the row asked for each of `ASKED`, time after time; nobody waits for these numbers
+    before the end.
+    """
 
     @property
     def hidden(self) -> Tensor:
@@ -198,10 +211,43 @@ class LocalTokens(LocalRow):
         return self._of_head(found)
 
     def sample_sums(self, values: Tensor) -> Tensor:
+        self._check(values)
+        self._ask("sample_sums")
         return self._noted(super().sample_sums(values))
 
     def sums_at_tokens(self, values: Tensor) -> Tensor:
+        self._check(values)
+        self._ask("sums_at_tokens")
         return self._noted(super().sums_at_tokens(values))
+
+    def _ask(self, what: str) -> Tensor:
+        if self.group.size == 1:
+            return torch.empty(0)
+        own = [float(what == name) for name in ASKED]
+        self.asked.append(
+            self.group.all_reduce(torch.tensor(own, dtype=torch.float64).to(self.targets.device))
+        )
+        return self.asked[-1]
+
+    def end(self, error: Exception | None) -> tuple[bool, Exception | None]:
+        """Called by all ranks of the row when they are done with the loss, or have failed: whether one has,
+        and what this rank raises. What others still ask for, it takes part in.
+        """
+        if self.group.size == 1:
+            return error is not None, error
+        while sum(self._ask("end" if error is None else "failure")[:2].tolist()):
+            if error is None:
+                error = ValueError(ORDER)
+            numbers = torch.zeros(len(self.batch.layout.lengths), dtype=torch.float64)
+            self.group.all_reduce(numbers.to(self.targets.device))
+        asked = torch.stack(self.asked).tolist()
+        if error is None and any(0 < times < self.group.size for row in asked for times in row[:2]):
+            error = ValueError(ORDER) if not any(row[ASKED.index("failure")] for row in asked) else None
+        has_failed = error is not None or any(row[ASKED.index("failure")] for row in asked)
+        if has_failed:  # on some ranks; what each has made is another thing
+            self.made.clear()
+            self.of_head.clear()
+        return has_failed, error
 
     @property
     def tied(self) -> list[Tensor]:

@@ -29,10 +29,14 @@ class OwnLoss:
 
     def __call__(self, tokens: LocalTokens) -> Tensor:
         """The sum, or a zero where there is none: `settle` then raises the reason."""
+        error = None
         try:
             loss, metrics = _checked(self.function(tokens), tokens)
-        except Exception as error:
-            self._error = error
+        except Exception as problem:
+            error = problem
+        has_failed, error = tokens.end(error)
+        self._error = self._error or error
+        if has_failed:
             loss, metrics = tokens.hidden_TD.new_zeros((), dtype=torch.float32), {}
         for name, value in metrics.items():
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value

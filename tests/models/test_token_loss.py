@@ -262,6 +262,26 @@ def on_one_rank(tokens: sb.LocalTokens) -> Tensor:
     return tokens.logprobs().sum()
 
 
+def before_a_sum_on_one_rank(tokens: sb.LocalTokens) -> Tensor:
+    """The other one asks for two."""
+    if tokens.group.rank:
+        raise KeyError("advantages")
+    gain = tokens.sample_sums(tokens.logprobs()).sum()
+    return gain + tokens.sums_at_tokens(tokens.logprobs()).sum()
+
+
+def other_sums(tokens: sb.LocalTokens) -> Tensor:
+    logprobs = tokens.logprobs()
+    return (tokens.sums_at_tokens if tokens.group.rank else tokens.sample_sums)(logprobs).sum()
+
+
+def fewer_sums(tokens: sb.LocalTokens) -> Tensor:
+    values = tokens.logprobs()
+    for _ in range(1 + tokens.group.rank):
+        values = tokens.sums_at_tokens(values)
+    return values.sum()
+
+
 def other_metrics(tokens: sb.LocalTokens) -> Any:
     return tokens.logprobs().sum(), {f"of_{tokens.group.rank}": 1.0}
 
@@ -310,6 +330,10 @@ def second_backward() -> None:
         (step_with, (float_of,), "this one returned a float"),
         (step_with, (detached,), "this one has none: make it of tokens.logprobs"),
         (step_with, (on_one_rank,), "advantages"),
+        (step_with, (before_a_sum_on_one_rank,), "advantages"),
+        (step_with, (before_a_sum_on_one_rank, {"pp": 2, "ring": 2}), "advantages"),
+        (step_with, (other_sums,), "called sample_sums and sums_at_tokens in different orders"),
+        (step_with, (fewer_sums,), "or some of them more often"),
         (step_with, (other_metrics,), r"the metrics of the loss = \['of_1'\] but rank 0 has \['of_0'\]"),
         (step_with, (mean_of_none, {"tp": 2}), r"call .sum\(\) on it"),
         (step_with, (None, None, field_of_one_rank), "field 'advantages' has 31 entries for 30"),
@@ -324,7 +348,8 @@ def second_backward() -> None:
     ],
 )
 def test_refused_on_every_rank(function: Any, arguments: tuple[Any, ...], message: str) -> None:
-    for error in ranks.errors(function, 2, *arguments):
+    size = 4 if {"pp": 2, "ring": 2} in arguments else 2
+    for error in ranks.errors(function, size, *arguments):
         assert re.search(message, error.message), error
 
 
