@@ -176,6 +176,8 @@ def _can_have(config: Any, family: str, mutant: Mutant) -> bool:
     }
     if mutant.name == "KV gradient not summed over tp":
         return bool(text.num_key_value_heads % mutant.tp)
+    if mutant.name == "router loss per stage" and getattr(text, "mlp_only_layers", None):
+        return False  # a stage may have no routers
     if mutant.name in (
         "the routers' loss of each rank alone",
         "router loss per stage",
