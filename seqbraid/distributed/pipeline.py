@@ -78,6 +78,7 @@ class StagePipeline:
                 if not isinstance(module, Elsewhere):
                     self.tied = TiedCopy(module, model.groups["pp"])
         self.clock = StageClock()
+        self.moves: Callable[[], None] = lambda: None
         self.work: Work | None = None
         self._schedules: dict[tuple[int, bool, bool, bool], Any] = {}
 
@@ -333,6 +334,7 @@ class _TorchStage(PipelineStage):
         """As any forward, timed."""
         with self.pipeline.clock.computing(self.stage_index):
             out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self.pipeline.moves()
         if not self.is_first:
             self._let_go(self.args_recv_info[fwd_chunk_id])
         return out
@@ -379,6 +381,7 @@ class _TorchStage(PipelineStage):
             work.error = cause if isinstance(cause, Exception) else error
             self._send_zeros(bwd_chunk_id, inputs)
             return
+        self.pipeline.moves()
         if not self.is_last:
             self._let_go(self.grad_recv_info[bwd_chunk_id])
         if self.pipeline.tied is not None:

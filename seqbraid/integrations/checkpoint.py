@@ -19,6 +19,9 @@ STATE = "seqbraid"
 """The folder of a checkpoint that holds the parts of all ranks."""
 
 
+WAY_OUT = "give the folder of another checkpoint as resume_from_checkpoint"
+
+
 class ShardedState:
     """Model and optimizer of a run, as they lie on its ranks, within the folders of its checkpoints."""
 
@@ -47,7 +50,7 @@ class ShardedState:
 
     def _checkpoints(self, folder: Path) -> Checkpoints:
         mesh = self.model.mesh
-        return Checkpoints(folder / STATE, mesh, keep=1, asynchronous=False, base=self._base)
+        return Checkpoints(folder / STATE, mesh, keep=1, asynchronous=False, base=self._base, way_out=WAY_OUT)
 
 
 @torch.no_grad()
@@ -86,6 +89,16 @@ def _save_adapter(model: BraidedModel, folder: Path) -> None:
             for file in fresh.iterdir():
                 file.replace(folder / file.name)
             fresh.rmdir()
+
+
+def read_beside(path: Path) -> Any:
+    """What was saved with torch beside the parts; a ValueError where it cannot be read."""
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:  # of a damaged zip file, or of pickle
+        raise ValueError(
+            f"{path} cannot be read: {type(error).__name__}: {str(error).splitlines()[0]}; {WAY_OUT}"
+        ) from None
 
 
 def save_beside(folder: Path, processor: Any, args: Any) -> None:

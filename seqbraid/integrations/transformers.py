@@ -32,7 +32,7 @@ from ..train.batches import COUNTS, StepMaker
 from ..train.seeds import drawn_seed
 from .arguments import check_arguments, without_stock_checkpointing
 from .braiding import OWN, Braiding
-from .checkpoint import ShardedState, save_beside, save_stock
+from .checkpoint import ShardedState, read_beside, save_beside, save_stock
 from .evaluation import run_through
 from .optimizer import gradients_by_parameter, partwise, stock_optimizer
 from .rows import Dealt, Numbers, RowSampler, RowSettings, lengths_of, set_epoch
@@ -349,8 +349,10 @@ class Trainer(transformers.Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            with raised_by_all(self.mesh.cpu_group):
+                scheduler = read_beside(Path(checkpoint) / SCHEDULER)
             self._state.load(Path(checkpoint), stock_optimizer(self.optimizer))
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+            self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_best_model(self) -> None:
         self._state.load(Path(self.state.best_model_checkpoint), None)

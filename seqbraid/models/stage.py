@@ -89,6 +89,8 @@ class Pipeline(Protocol):
     """What hidden states are in."""
     wide: torch.dtype
     """What losses and the sums of routers are in."""
+    moves: Callable[[], None]
+    """Called when a micro-batch is through a stage of this rank."""
 
     def run(
         self,

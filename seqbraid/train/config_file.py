@@ -53,6 +53,8 @@ def parse_config(
         found = parser.parse_args(arguments)
     except ArgumentError as error:
         raise ValueError(explain(str(error), keys())) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a config file is not UTF-8 text: {error.reason} at byte {error.start}") from None
     found.pop("config", None)
     dry_run = bool(found.pop("dry_run"))
     values = parser.instantiate_classes(found)

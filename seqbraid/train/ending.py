@@ -10,6 +10,8 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,10 +71,21 @@ def write_failure(folder: Path, rank: int, step: int | None, error: BaseExceptio
     facts: dict[str, Any] = {"rank": rank, "error": f"{type(error).__name__}: {error}"}
     if isinstance(error, ValueError):
         facts["status"] = REFUSED
+    checkpoint = named_last(folder / "checkpoints")
     try:
-        _write(folder, "failed", step, named_last(folder / "checkpoints"), facts, replace=False)
+        _write(folder, "failed", step, checkpoint, facts, replace=False)
+    except FileExistsError:
+        _bring_up_to_date(folder, checkpoint)
     except OSError:  # what is raised says more
         return
+
+
+def _bring_up_to_date(folder: Path, checkpoint: str | None) -> None:
+    """What another rank has written first may be from before the first rank published the latest save."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads((folder / ENDED_FILE).read_bytes())
+        if known["reason"] == "failed" and known["checkpoint"] != checkpoint:
+            _replace(folder, {**known, "checkpoint": checkpoint})
 
 
 def forget_ending(folder: Path) -> None:
@@ -107,13 +120,25 @@ def _write(
         "host": socket.gethostname(),
         "time": time.time(),
     }
+    if replace:
+        _replace(folder, known)
+        return
+    with _fresh(folder, known) as fresh:
+        _first(fresh, folder / ENDED_FILE)
+
+
+def _replace(folder: Path, known: dict[str, Any]) -> None:
+    with _fresh(folder, known) as fresh:
+        fresh.replace(folder / ENDED_FILE)
+
+
+@contextmanager
+def _fresh(folder: Path, known: dict[str, Any]) -> Iterator[Path]:
+    """A file of another name, which is gone afterwards."""
     fresh = folder / f"{ENDED_FILE}.{uuid.uuid4().hex[:8]}"
     fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     try:
-        if replace:
-            fresh.replace(folder / ENDED_FILE)
-        else:
-            _first(fresh, folder / ENDED_FILE)
+        yield fresh
     finally:
         fresh.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -43,13 +44,17 @@ def first_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
     One number leaves the device, whatever the size of the model.
     """
-    named = {}
+    named, numbers = {}, {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             named[name] = local(parameter.detach())
             for entry, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     named[f"{name}, {entry} of the optimizer"] = local(value)
+                elif isinstance(value, float):
+                    numbers[f"{name}, {entry} of the optimizer"] = value
+    if odd := [name for name, value in numbers.items() if not math.isfinite(value)]:
+        return odd[0]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for x in named.values():
         by_device.setdefault(x.device, []).append(x.isfinite().all())

@@ -101,6 +101,8 @@ class Trainer:
         memory, self.chosen = settle_checkpointing(config, mesh, self.device, state)
         self.checkpointing = memory.checkpointing
         self.model = braid(replace(config, memory=memory), mesh, self.device)
+        if self.model.pipeline is not None:
+            self.model.pipeline.moves = self.where.moves
         set_group_timeouts(config, mesh)
         self.model_config = self.model.model.config
         self.flops = ModelFlops.if_known(self.model.structure)

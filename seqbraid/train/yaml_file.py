@@ -54,11 +54,16 @@ def _load(read: Callable[[str], Any], text: str, path: str) -> Any:
 
     try:
         check_yaml(text, path)
-        return read(text)
+        found = read(text)
     except yaml.YAMLError as error:
         if not path:  # a value of the command line, which may be text that is no YAML
             raise
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    if path and not isinstance(found, dict):
+        raise ValueError(
+            f"{path} has no settings: it is to have lines of `key: value`, and has {str(found)[:40]!r}"
+        )
+    return found
 
 
 def _place(name: str, found: Any) -> str:

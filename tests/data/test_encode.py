@@ -236,6 +236,15 @@ def test_a_saved_processor_comes_back(name: str, models: Any, folder: Path, tmp_
             assert np.array_equal(wanted[key], found[key]), key
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "llama"])
+def test_a_tokenizer_without_its_vocabulary_is_refused(name: str, models: Any, tmp_path: Path) -> None:
+    """Transformers makes one of special tokens alone, for which any text is nothing."""
+    models[name][1].save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"no vocabulary, .*tokenizer\.json"):
+        load_processor(tmp_path)
+
+
 def test_old_checkpoints_keep_their_settings_in_other_files(models: Any, tmp_path: Path) -> None:
     """As the published Qwen3-VL has them: one file for images, one for videos, `min_pixels` beside `size`."""
     import json

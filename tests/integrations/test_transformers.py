@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_thirty_steps_on_any_mesh_equal_seqbraid_train_and_go_on_from_a_checkpoi
     moved = trainer(other, args, tokens(RECORDS), row_tokens=ROW)
     moved.train(resume_from_checkpoint=str(tmp_path / "both" / "checkpoint-15"))
     assert curve(moved, "loss") == pytest.approx(wanted, rel=1e-5)
+    # What was damaged since is named, before a step.
+    for file, reason in (
+        ("scheduler.pt", r"scheduler.pt cannot be read: "),
+        ("seqbraid/step-00000015", "damaged: "),
+    ):
+        harmed = tmp_path / "harmed" / "checkpoint-15"
+        shutil.copytree(tmp_path / "both" / "checkpoint-15", harmed)
+        path = harmed / file
+        path = path if path.is_file() else path / "rank-00000.safetensors"
+        path.write_bytes(path.read_bytes()[:-9])
+        with pytest.raises(ValueError, match=f"{reason}.*give the folder of another checkpoint"):
+            moved.train(resume_from_checkpoint=str(harmed))
+        shutil.rmtree(harmed)
     # What was saved is stock.
     record = tokens(1)[0]
     results = []

@@ -11,6 +11,7 @@ import re
 import runpy
 import select
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -110,6 +111,16 @@ def test_what_cannot_be_talked_to_is_refused(
     ):
         assert main(["chat", *arguments]) == 2
         assert message in capsys.readouterr().err, arguments
+    harmed = tmp_path / "run"
+    shutil.copytree(run_folder, harmed)
+    weights = next((harmed / "checkpoints/step-00000006").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    for command in (["chat", str(harmed)], ["export", str(harmed), "--out", str(tmp_path / "out")]):
+        assert main(command) == 2
+        assert "does not match; give another one as --checkpoint; it has 6" in capsys.readouterr().err
+    (harmed / "checkpoints/last").write_bytes(b"step-\xff9\n")
+    assert main(["chat", str(harmed)]) == 2
+    assert "which is not there; it has 6" in capsys.readouterr().err
     shown = said([str(exported), *GREEDY], [f"/image {picture}", "/what", "a" * 9000], capsys, monkeypatch)
     assert (
         "has no image encoder" in shown[1]

@@ -177,9 +177,12 @@ def test_a_key_given_twice_and_an_alias_are_refused(tmp_path: Path, before: list
         YAML + "out: runs/b\n": r"config.yaml:12 has 'out' twice",
         BOMB: r"config.yaml:2 has the YAML alias \*a",
         "a: [": "config.yaml cannot be read",
+        "- a": r"config.yaml has no settings: .* `key: value`",
+        "": "config.yaml has no settings",
+        "\udcff": "not UTF-8 text",
     }
     for text, message in cases.items():
-        (tmp_path / "config.yaml").write_text(text)
+        (tmp_path / "config.yaml").write_text(text, errors="surrogateescape")
         with pytest.raises(ValueError, match=message):
             parse_config([*before, str(tmp_path / "config.yaml")])
 

@@ -187,4 +187,12 @@ def test_the_rank_that_fails_first_is_written_down_without_hard_links_too(
         assert [path.name for path in place.iterdir()] == ["ended.json"]
         facts = json.loads((place / "ended.json").read_text())
         assert (facts["rank"], facts["step"], facts["error"]) == (1, 5, "RuntimeError: of rank 1")
+        assert facts["checkpoint"] is None
+        (place / "checkpoints").mkdir()
+        (place / "checkpoints/last").write_text(
+            "step-00000004\n"
+        )  # published by the first rank on its way out
+        write_failure(place, 0, 5, RuntimeError("of rank 0"))
+        later = json.loads((place / "ended.json").read_text())
+        assert later == {**facts, "checkpoint": "step-00000004"}
         monkeypatch.setattr(os, "link", refuses)

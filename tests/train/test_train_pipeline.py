@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import seqbraid as sb
+from seqbraid.comm.whereabouts import Whereabouts
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.config import CheckpointConfig, LogConfig, MeshConfig, StepConfig, TrainConfig
 from seqbraid.train.lora import LoraOptions, add_lora, save_adapter
@@ -93,6 +95,23 @@ def test_a_rank_that_fails_inside_a_stage_ends_all_with_its_reason(
     ended = json.loads((tmp_path / "run/ended.json").read_text())
     assert (ended["reason"], ended["step"]) == ("failed", 1)
     assert "RuntimeError: the layer is odd" in ended["error"]
+
+
+def count_moves(config: TrainConfig) -> int:
+    """How often a run says that something went forward."""
+    with mock.patch.object(Whereabouts, "moves") as moves:
+        train(config)
+    return moves.call_count
+
+
+def test_the_watchdog_hears_of_each_micro_batch_on_each_stage(shapes: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Else a step of many would have to be done within the limit for one."""
+    step = StepConfig(steps=2, batch_tokens=4 * 256, lr=1e-3)
+    log = LogConfig(sinks=[], every=1000)
+    settings = config(shapes, tmp_path / "run", model="tiny:qwen3_vl", train=step, log=log, mesh=STAGES)
+    rows = step.batch_tokens // settings.data.row_tokens
+    assert rows > 2
+    assert all(found >= 2 * 2 * rows for found in run(count_moves, 2, settings))  # forward and backward
 
 
 def kept(folder: Path) -> None:

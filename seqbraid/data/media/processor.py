@@ -27,6 +27,9 @@ VIDEO_PROCESSORS = {
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
+SPECIAL_WORDS = 3
+"""Entries that a vocabulary may have besides its added tokens and still be empty: unknown, beginning, end."""
+
 
 class VideoSettings(PushToHubMixin):  # the base class is how a processor knows what to write to its folder
     """What a stock video processor would be made of."""
@@ -70,12 +73,28 @@ def load_processor(path: str | Path) -> Any:
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         if name is None:
-            return AutoTokenizer.from_pretrained(folder, **options)
-        if is_torchvision_available():
-            return AutoProcessor.from_pretrained(folder, **options)
-        return _load_without_torchvision(folder, name, options)
+            found = AutoTokenizer.from_pretrained(folder, **options)
+        elif is_torchvision_available():
+            found = AutoProcessor.from_pretrained(folder, **options)
+        else:
+            found = _load_without_torchvision(folder, name, options)
     except (OSError, KeyError, TypeError) as error:
         raise ValueError(f"the processor in {str(path)!r} cannot be loaded: {error}") from error
+    _check_vocabulary(folder, getattr(found, "tokenizer", found))
+    return found
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any) -> None:
+    """Without the files of a vocabulary, transformers makes a tokenizer of special tokens alone, for which
+    text is nothing.
+    """
+    words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    if len(words) <= SPECIAL_WORDS:
+        files = ", ".join(sorted(set(tokenizer.vocab_files_names.values())))
+        raise ValueError(
+            f"the {type(tokenizer).__name__} in {str(folder)!r} has no vocabulary, so that text would become "
+            f"no tokens: files are missing (it reads {files}); copy them from the checkpoint"
+        )
 
 
 def make_processor(name: str, chat_template: str | None, **parts: Any) -> Any:

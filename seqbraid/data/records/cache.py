@@ -1,11 +1,13 @@
 """A bounded folder of files that were unpacked to JSON lines, so that they can be read at random.
 
 A file is unpacked once for all processes of a machine and all runs; who reads one holds a lock on it. Where
-the folder would become too large, what was not used for longest is deleted first.
+the folder would become too large, what was not used for longest is deleted first. The file of the lock says
+what was written, so that what was damaged since is unpacked again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,7 +19,7 @@ from typing import IO
 from .jsonl import JsonlSource, digest, file_fingerprint
 from .unpack import LINES, json_lines, suffixes
 
-VERSION = "1"
+VERSION = "2"
 """Of what is written."""
 GIB = 2**30
 WAIT_S = 0.05
@@ -25,6 +27,8 @@ WAIT_S = 0.05
 
 _locks: dict[Path, IO[bytes]] = {}
 """Held until the process ends."""
+
+_log = logging.getLogger(__name__)
 
 
 def default_folder() -> str:
@@ -81,7 +85,11 @@ class RecordCache:
     def _held(self, found: Path, lines: Lines) -> IO[bytes]:
         """A lock that all readers share; the first of them writes the file, while the others wait."""
         while True:
-            lock = _lock_file(found).open("ab")
+            if found.exists() and not _is_intact(found):
+                _log.warning("%s, unpacked from %s, is damaged: it is unpacked again", found, lines.name)
+                for path in (found, _lock_file(found)):
+                    path.unlink(missing_ok=True)
+            lock = _lock_file(found).open("a+b")
             if not found.exists():
                 try:  # without waiting: who has written it keeps its lock as long as it reads
                     _flock(lock, "LOCK_EX", "LOCK_NB")
@@ -92,20 +100,23 @@ class RecordCache:
                 except OSError:  # a file system without locks: each process unpacks it, to the same bytes
                     pass
                 if not found.exists():
-                    self._write(found, lines)
+                    self._write(found, lines, lock)
             _flock(lock, "LOCK_SH")
             with suppress(OSError):  # both may have been deleted between two of these lines
                 if found.exists() and os.fstat(lock.fileno()).st_ino == _lock_file(found).stat().st_ino:
                     return lock
             lock.close()
 
-    def _write(self, found: Path, lines: Lines) -> None:
+    def _write(self, found: Path, lines: Lines, lock: IO[bytes]) -> None:
         fresh = found.with_suffix(f".{os.getpid()}.tmp")
         try:
             with fresh.open("wb") as file:
                 self._copy(file, found, lines)
                 file.flush()
                 os.fsync(file.fileno())
+            lock.truncate(0)
+            lock.write(file_fingerprint(fresh).encode())
+            lock.flush()
             fresh.replace(found)
         finally:
             fresh.unlink(missing_ok=True)
@@ -169,6 +180,14 @@ def _free_oldest(but: Path) -> int:
 
 def _lock_file(found: Path) -> Path:
     return found.with_name(found.name.split(".")[0] + ".lock")
+
+
+def _is_intact(found: Path) -> bool:
+    """Whether a file is what was written, by its size and by samples of its bytes."""
+    try:
+        return _lock_file(found).read_text(errors="replace") == file_fingerprint(found)
+    except FileNotFoundError:
+        return False
 
 
 def _flock(lock: IO[bytes], *names: str) -> None:

@@ -16,6 +16,7 @@ from ...comm.whereabouts import Whereabouts
 from ...layout.packing import level_rows
 from ...mesh import Mesh
 from ...models.media import media_ranks
+from ..records.contents import contents, difference
 from .encoding import Encoding, Preparation, Ready, StepEncoder
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring, raise_if_stopped, stopped
@@ -123,6 +124,7 @@ class Loader:
         alike = {"epochs": rows.epochs, "on_bad_sample": rows.on_bad_sample}
         alike |= {"prefetch_steps": workers.prefetch_steps, "cost": list(astuple(rows.cost))}
         check_alike(self._group, self._settings | alike)
+        self._files = contents(reading.source)
         with raised_by_all(self._group):
             self._make(reading, workers, prepare, where)
         self._left_out = LeftOut(
@@ -322,6 +324,7 @@ class Loader:
         return {
             "format": STATE_FORMAT,
             "settings": self._settings,
+            "files": self._files,
             "planner": self._state,
             "left_out": self._left_out.state_dict(),
             "done": self._done,
@@ -343,7 +346,13 @@ class Loader:
                 f"{STATE_FORMAT}; finish the run with the version that it began with, or start a new one"
             )
         for name, value in self._settings.items():
-            saved = state["settings"][name]
+            saved = state["settings"].get(name)
+            what = difference(state.get("files", {}), self._files) if name == "source" else ""
+            if saved != value and what:
+                raise ValueError(
+                    f"the training data are not those that the run began with: {what}. A run resumes on the "
+                    "data and options it began with: restore them, or give another out"
+                )
             if saved != value:
                 raise ValueError(
                     f"the state was saved with {name}={saved!r} but this loader has {name}={value!r}; a run "

@@ -104,18 +104,17 @@ class TokenCache:
         entry = self._entries[place]
         if entry["record"] != _digest(record):
             return None
-        tokens, start = int(entry["tokens"]), int(entry["start"])
+        tokens, start, flags = (int(entry[name]) for name in ("tokens", "start", "flags"))
         size = 4 * tokens + -(-tokens // 8)
-        file = self._texts[bisect_right(self._ends, place)]
+        file = self._texts[bisect_right(self._ends, place)].fileno()
         try:
-            data = os.pread(file.fileno(), size, start)
+            data = os.pread(file, size, start) if start + size <= os.fstat(file).st_size else b""
         except OSError:
             return None
-        if len(data) != size or zlib.crc32(data) != entry["crc"]:
+        if len(data) != size or _checksum(data, tokens, flags) != entry["crc"]:
             return None
         ids_T = np.frombuffer(data, "<i4", tokens).astype(np.int64)
         labelled_T = np.unpackbits(np.frombuffer(data, np.uint8, offset=4 * tokens), count=tokens)
-        flags = int(entry["flags"])
         return Tokenized(ids_T, np.where(labelled_T == 1, ids_T, IGNORE), flags >> 1, bool(flags & 1))
 
     def put(self, sample: int, record: Any, made: Tokenized) -> None:
@@ -141,7 +140,7 @@ class TokenCache:
         texts, places = self._writes
         start = texts.tell()
         texts.write(data)
-        entry = np.array([(sample, start, record, tokens, flags, zlib.crc32(data))], ENTRY)
+        entry = np.array([(sample, start, record, tokens, flags, _checksum(data, tokens, flags))], ENTRY)
         places.write(entry.tobytes())
         self._room -= len(data) + ENTRY.itemsize
         if start - self._looked_at > LOOK_BYTES:
@@ -182,6 +181,11 @@ class TokenCache:
             if folder != own:
                 size -= _size(folder)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _checksum(data: bytes, tokens: int, flags: int) -> int:
+    """Of a text, and of what its entry says of it."""
+    return zlib.crc32(data, zlib.crc32(np.array([tokens, flags], "<i4").tobytes()))
 
 
 def _times(root: Path) -> Iterator[tuple[float, Path]]:

@@ -19,6 +19,8 @@ from ..config_file import load_config
 from ..setup import adapted_weights, attach_configured_mtp, make_model
 from ..weights import empty_model, load_stock
 
+WAY_OUT = "give another one as --checkpoint"
+
 
 class Trained(NamedTuple):
     """A run's model at one of its checkpoints."""
@@ -59,7 +61,12 @@ def load_checkpoint(run_folder: Path, checkpoint: str | int) -> Trained:
         attach_configured_mtp(run, model, weights=False)
     mesh = Mesh()
     braided = parallelize(model, mesh)
-    checkpoints = Checkpoints(run_folder / "checkpoints", mesh, base=adapted_weights(run))
+    checkpoints = Checkpoints(
+        run_folder / "checkpoints",
+        mesh,
+        base=adapted_weights(run),
+        way_out=f"{WAY_OUT}{_published(path.parent)}",
+    )
     state = checkpoints.load(path, braided, None)
     return Trained(braided, run, state, path)
 
@@ -103,7 +110,13 @@ def checkpoint_path(run_folder: Path, checkpoint: str | int) -> Path:
     if name in ("last", "best"):
         if not (folder / name).is_file():
             raise ValueError(f"{run_folder} has no {name!r} checkpoint{_published(folder)}")
-        name = (folder / name).read_text(encoding="utf-8").strip()
+        named = (folder / name).read_text(encoding="utf-8", errors="replace").strip()
+        if Path(named).name != named or not (folder / named).is_dir():
+            raise ValueError(
+                f"{folder / name} names {named!r}, which is not there{_published(folder)}; "
+                "give one of these as --checkpoint"
+            )
+        name = named
     elif name.isdecimal():
         name = f"step-{int(name):08d}"
     if Path(name).name != name or not (folder / name).is_dir():

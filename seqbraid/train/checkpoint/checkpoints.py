@@ -49,6 +49,7 @@ class Checkpoints:
         on_error: whether a failed write stops the run with a `CheckpointError` or is reported as `Failed`.
         base: what identifies the weights that the frozen parameters have. They are then not saved, and a load
             wants a model that has them already. Everything is saved when left out.
+        way_out: what whoever reads of a damaged checkpoint can do about it.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Checkpoints:
         asynchronous: bool = True,
         on_error: Literal["stop", "continue"] = "stop",
         base: str | None = None,
+        way_out: str = WAY_OUT,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: the newest checkpoint is what a resume needs")
@@ -71,6 +73,7 @@ class Checkpoints:
         self.asynchronous = asynchronous
         self.on_error = on_error
         self.base = base
+        self.way_out = way_out
         self._job: Job | None = None
         self._events: list[Published | Failed] = []
         self._loading: set[str] = set()
@@ -331,7 +334,7 @@ class Checkpoints:
                     whole = name.endswith(".json") or reads(number, name)
                     files.check_file(path / name, expected[name], whole)
             except ValueError as error:
-                raise ValueError(f"{error}; {WAY_OUT}") from None
+                raise ValueError(f"{error}; {self.way_out}") from None
             index: Index = json.loads((path / "index.json").read_bytes())
             check_index(index)
             saved: dict[str, Any] = json.loads((path / "state.json").read_bytes())

@@ -54,6 +54,7 @@ class Kind:
             )
         if "lr" not in takes:
             raise ValueError(f"train.optimizer={name!r} takes no lr, so train.lr would do nothing")
+        _check_zero_gradient(name, make, options)
         if issubclass(make, torch.optim.Muon):
             return Kind(name, make, options, True, frozenset({"momentum_buffer"}), 1.0, False)
         entries, copies, by_number = _tried(name, make, options)
@@ -146,6 +147,18 @@ def _tried(
         if isinstance(value, Tensor)
     )
     return frozenset(entries), float(copies), _same_in_parts(name, make, options, starts, gradients, whole)
+
+
+def _check_zero_gradient(name: str, make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    """Where a gradient is 0, as that of a word that never comes, an epsilon of 0 would give 0 over 0."""
+    zero = torch.zeros(SHAPES[0])
+    (found,), _ = _run(name, make, options, [torch.ones(SHAPES[0])], [[zero]] * TRIED_STEPS)
+    if not found.isfinite().all():
+        given = ", ".join(f"{key}={value}" for key, value in options.items())
+        raise ValueError(
+            f"train.optimizer={name!r} with {given} makes {found.flatten()[0]:g} of a parameter whose "
+            "gradient is 0; give it an eps above 0"
+        )
 
 
 def _check_entry(name: str, entry: str, value: Any, p: Tensor) -> None:

@@ -190,6 +190,31 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path, monkeypatch: p
     assert held() == {"a", "c"} and len(list(folder.iterdir())) == 4
 
 
+@pytest.mark.parametrize("harm", ["cut", "edited", "no record of it"])
+def test_what_was_damaged_since_is_unpacked_again(
+    harm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fewer records than the file has would be a run on other data, with status 0."""
+    path, folder = packed(tmp_path / "a.json", json.dumps(RECORDS).encode()), tmp_path / "cache"
+    assert read_on_rank(str(path), str(folder)) == (RECORDS[1], len(RECORDS)) and not caplog.text
+    (found,) = folder.glob("*.jsonl")
+    whole = found.read_bytes()
+    if harm == "cut":
+        found.write_bytes(whole[: whole.index(b"\n") + 1])
+    elif harm == "edited":
+        found.write_bytes(whole.replace(b"1", b"2"))
+    else:
+        found.with_suffix(".lock").unlink()
+    for lock in cache._locks.values():  # another run
+        lock.close()
+    monkeypatch.setattr(cache, "_locks", {})
+    assert read_on_rank(str(path), str(folder)) == (RECORDS[1], len(RECORDS))
+    assert found.read_bytes() == whole and "is damaged: it is unpacked again" in caplog.text
+    monkeypatch.setattr(cache, "_locks", {})
+    caplog.clear()
+    assert read_on_rank(str(path), str(folder))[1] == len(RECORDS) and not caplog.text
+
+
 def read_on_rank(path: str, folder: str) -> tuple[Any, int]:
     source = open_source(path, RecordCache(folder))
     return source[1], len(source)

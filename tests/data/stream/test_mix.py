@@ -180,6 +180,39 @@ def test_other_weights_or_options_are_other_data(
     assert open_mix(f"{files}/a.jsonl").fingerprint == open_mix([f"{files}/a.jsonl"]).fingerprint
 
 
+def test_what_is_otherwise_at_a_resume_is_named(
+    files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    entries = specs(files)
+    begun = make_loader(open_mix(entries), lambda: None, Mesh(), row_tokens=128, rows_per_step=4, epochs=2)
+    state = json.loads(json.dumps(begun.state_dict()))
+    grown = tmp_path / "a.jsonl"
+    grown.write_text((files / "a.jsonl").read_text() + '{"text": "more"}\n')
+    plain = [{key: x for key, x in entry.items() if key != "weight"} for entry in entries]
+    for other, what in (
+        ([{**entries[0], "path": str(grown)}, *entries[1:]], "a.jsonl changed"),
+        ([{**entries[0], "format": "auto"}, *entries[1:]], "a.jsonl changed"),
+        ([*entries[:2]], "c.csv is missing; the weights are [5.0, 3.0], were [5.0, 3.0, 2.0]"),
+        ([entries[1], entries[0], entries[2]], "the files are in another order; the weights are [3.0, 5.0, "),
+        (
+            [{**entries[0], "weight": 6}, *entries[1:]],
+            "the weights are [6.0, 3.0, 2.0], were [5.0, 3.0, 2.0]",
+        ),
+        (plain, "the weights are none, were [5.0, 3.0, 2.0]"),
+    ):
+        resumed = make_loader(
+            open_mix(other), lambda: None, Mesh(), row_tokens=128, rows_per_step=4, epochs=2
+        )
+        with pytest.raises(ValueError) as error:
+            resumed.load_state_dict(state)
+        assert f"not those that the run began with: {what}" in str(error.value)
+        assert "restore them, or give another out" in str(error.value)
+    del state["files"]  # of an earlier version
+    with pytest.raises(ValueError, match="the state was saved with source="):
+        resumed.load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("entries", "reason"),
     [

@@ -112,7 +112,7 @@ def test_whatever_changes_the_tokens_makes_them_anew(folder: Path, monkeypatch: 
         assert sum("What is 7?" in one and "It is 8." in one for one in said) == 2
 
 
-@pytest.mark.parametrize("harm", ["texts", "cut", "gone", "places"])
+@pytest.mark.parametrize("harm", ["texts", "cut", "gone", "places", "flags", "length"])
 def test_what_is_damaged_is_tokenized_again(folder: Path, harm: str) -> None:
     first, _ = steps(loader(folder))
     (texts,) = folder.rglob("*.texts")
@@ -125,8 +125,12 @@ def test_what_is_damaged_is_tokenized_again(folder: Path, harm: str) -> None:
         texts.write_bytes(texts.read_bytes()[:500])
     elif harm == "gone":
         texts.unlink()
-    else:
+    elif harm == "places":
         places.write_bytes(places.read_bytes()[: len(places.read_bytes()) // 2])
+    else:
+        entries = np.fromfile(places, token_cache.ENTRY)
+        entries["flags" if harm == "flags" else "tokens"] ^= 1 if harm == "flags" else 1 << 30
+        entries.tofile(places)
     again, made = steps(loader(folder))
     assert made > 0
     same(again, first)
