@@ -6,6 +6,7 @@ Torchrun turns any status of its processes into its own, and starts them again w
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -27,6 +28,8 @@ UNSAVED = 74
 """All steps are done, but the last checkpoint could not be written (EX_IOERR of sysexits.h)."""
 PREEMPTED = 75
 """A signal asked the run to stop: it is saved, and the same command goes on from there (EX_TEMPFAIL)."""
+
+_log = logging.getLogger(__name__)
 
 STATUS = {"finished": FINISHED, "failed": FAILED, "unsaved": UNSAVED, "preempted": PREEMPTED}
 
@@ -63,7 +66,10 @@ def write_ending(folder: Path, mesh: Mesh, ending: Ending) -> None:
     agents = sorted({agent for agent in gather_objects(mesh.cpu_group, launcher()) if agent})
     facts = {"signal": ending.signal, "agents": agents}
     if mesh.rank == 0:
-        _write(folder, ending.reason, ending.step, ending.checkpoint, facts, replace=True)
+        try:
+            _write(folder, ending.reason, ending.step, ending.checkpoint, facts, replace=True)
+        except OSError as error:  # the exit status and the console say it as well
+            _log.warning("%s cannot be written: %s", folder / ENDED_FILE, error)
 
 
 def write_failure(folder: Path, rank: int, step: int | None, error: BaseException) -> None:
@@ -136,8 +142,8 @@ def _replace(folder: Path, known: dict[str, Any]) -> None:
 def _fresh(folder: Path, known: dict[str, Any]) -> Iterator[Path]:
     """A file of another name, which is gone afterwards."""
     fresh = folder / f"{ENDED_FILE}.{uuid.uuid4().hex[:8]}"
-    fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     try:
+        fresh.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
         yield fresh
     finally:
         fresh.unlink(missing_ok=True)

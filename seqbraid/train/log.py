@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -17,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from .log_file import LogFile
 from .progress import StepProgress
 from .trackers import ENTRY_POINTS, TRACKERS, Tracker, open_tracker, other_sinks
 
@@ -38,6 +38,7 @@ def open_sinks(
     console: Console | None = None,
     total_steps: int | None = None,
     every: int = 1,
+    keeps: bool = False,
 ) -> Sinks:
     """Open a run's log and the sinks of these names; for rank 0, the others take `Sinks()`.
 
@@ -50,10 +51,11 @@ def open_sinks(
         console: where progress is shown; standard error when left out.
         total_steps: of the whole run, where it is known.
         every: steps between lines of progress where there is no terminal.
+        keeps: go on where the log cannot be written, and write it when it can be.
     """
     names = sink_names(names)
     folder.mkdir(parents=True, exist_ok=True)
-    sinks = Sinks(folder / LOG_FILE, StepProgress(resume_step, total_steps, every, console))
+    sinks = Sinks(folder / LOG_FILE, StepProgress(resume_step, total_steps, every, console), keeps)
     sinks.go_on(resume_step - 1)
     try:
         for name in names:
@@ -99,12 +101,16 @@ def check_sinks(names: Sequence[str] | str) -> None:
 class Sinks:
     """All places that metrics and events go to; without a file it is nowhere, as ranks but the first have it.
 
-    The log is the record of a run, so an error in writing it is raised. The other sinks are a convenience:
+    The log is the record of a run, so an error in writing it is raised, unless its lines are to be kept until
+    they can be written. The other sinks are a convenience:
     one that fails is named once, and left out from then on.
     """
 
-    def __init__(self, path: Path | None = None, progress: StepProgress | None = None) -> None:
-        self.file = None if path is None else path.open("a", encoding="utf-8")
+    def __init__(
+        self, path: Path | None = None, progress: StepProgress | None = None, keeps: bool = False
+    ) -> None:
+        self.file = None if path is None else LogFile(path, keeps)
+        self._keeping = False
         self.progress = progress
         self.trackers: dict[str, Tracker] = {}
         self.step = 0
@@ -124,12 +130,8 @@ class Sinks:
 
     def go_on(self, step: int) -> None:
         """Say in a log that has something already that the run goes on after this step."""
-        if self.file is None or not self.file.tell():
+        if self.file is None or self.file.is_new:
             return
-        with Path(self.file.name).open("rb") as written:
-            written.seek(-1, os.SEEK_END)
-            if written.read(1) != b"\n":  # of a process that was killed in the middle of a line
-                self.file.write("\n")
         self.event(RESUMED if step else STARTED_OVER, step=step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -161,19 +163,22 @@ class Sinks:
             except Exception as error:
                 self._gave_up(name, error)
         self.trackers = {}
+        if self.file is not None:
+            if lost := self.file.close():
+                self.say(f"{lost} lines of {self.file.path} COULD NOT BE WRITTEN, and are lost")
+            self.file = None
         if self.progress is not None:
             self.progress.close()
             self.progress = None
-        if self.file is not None:
-            self.file.close()
-            self.file = None
 
     def _write(self, record: Mapping[str, Any]) -> None:
         assert self.file is not None
         # Python writes floats with all their digits, so that runs can be compared bit for bit.
         line = json.dumps({**_valid(record), "time": time.time()}, allow_nan=False, default=str)
-        self.file.write(line + "\n")
-        self.file.flush()
+        reason = self.file.append(line)
+        if reason and not self._keeping:
+            self.say(f"{self.file.path} CANNOT BE WRITTEN ({reason}); its lines are kept until it can be")
+        self._keeping = bool(reason)
 
     def _gave_up(self, name: str, error: Exception) -> None:
         self.say(f"{name} failed and is not used any more: {type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from .checkpoint.checkpoints import CheckpointError
 from .config_file import parse_config
 from .dry_run import dry_run
 from .ending import FAILED, PREEMPTED, Ending, preempted_here
+from .log_file import LogError
 from .nonfinite import NonFiniteError
 from .progress import clocked_lines
 from .setup import make_mesh
@@ -64,7 +65,7 @@ def train(arguments: Sequence[str]) -> int:
             said = _sentences(trainer, ending, first, time.monotonic() - began)
             print(printable(said), file=sys.stderr)
         return ending.status
-    except (CheckpointError, NonFiniteError) as error:  # said by every rank, in words that need no traceback
+    except (CheckpointError, LogError, NonFiniteError) as error:  # of every rank; it needs no traceback
         print(printable(f"seqbraid train: {error}"), file=sys.stderr)
         return FAILED
     finally:

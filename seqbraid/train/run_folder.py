@@ -136,8 +136,10 @@ def run_sinks(folder: Path, config: TrainConfig, mesh: Mesh, first: int) -> Iter
     log, sinks = config.log, Sinks()
     with raised_by_all(mesh.cpu_group):
         if mesh.rank == 0:
-            values, steps = as_dict(config), config.train.steps
-            sinks = open_sinks(folder, log.sinks, values, first, total_steps=steps, every=log.every)
+            steps, keeps = config.train.steps, config.checkpoint.on_error == "continue"
+            sinks = open_sinks(
+                folder, log.sinks, as_dict(config), first, total_steps=steps, every=log.every, keeps=keeps
+            )
     try:
         yield sinks
     finally:

@@ -109,10 +109,10 @@ def save(checkpoints: Checkpoints, model: BraidedModel, optimizer: torch.optim.O
 
 
 @contextmanager
-def small_disk(folder: Path) -> Iterator[bool]:
-    """A file system of 1 MiB where mounting is permitted; gives whether it is one."""
+def small_disk(folder: Path, size: str = "1m") -> Iterator[bool]:
+    """A small file system where mounting is permitted; gives whether it is one."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     try:
         mounted = subprocess.run(mount, capture_output=True).returncode == 0
     except FileNotFoundError:

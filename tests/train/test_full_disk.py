@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from seqbraid.train.checkpoint.checkpoints import Checkpoints, Failed
 from seqbraid.train.config import CheckpointConfig, MeshConfig, TrainConfig
+from seqbraid.train.config_file import to_yaml
 from seqbraid.train.log import Sinks
 from seqbraid.train.news import News
+from seqbraid.train.run import train as train_command
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
 from tests.helpers.checkpoints import published, small_disk
@@ -52,7 +59,7 @@ def train_on_a_full_disk(config: TrainConfig) -> int:
 
 def fill(path: Path) -> None:
     """Take all space that is left."""
-    with path.open("wb", buffering=0) as file:
+    with path.open("ab", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
@@ -97,6 +104,52 @@ def test_a_run_on_a_disk_that_fills_up(examples: Path, tmp_path: Path) -> None: 
         (folder / "ballast").unlink()
         run(train, 2, stopping)
         assert losses(stopping.out) == losses(going_on.out)  # as if nothing had been
+
+
+def command(settings: TrainConfig, full_from: int) -> tuple[int, str]:
+    """`seqbraid train` on this rank, on a disk that others fill up from a step on."""
+    path = Path(f"{settings.out}.{os.environ['RANK']}.yaml")
+    path.write_text(to_yaml(settings))
+    after = Trainer._after_step
+
+    def fill_first(trainer: Trainer, metrics: dict[str, float], asked: bool) -> None:
+        if trainer.step >= full_from and trainer.mesh.rank == 0:
+            fill(Path(settings.out) / "ballast")
+        after(trainer, metrics, asked)
+
+    said = io.StringIO()
+    with mock.patch.object(Trainer, "_after_step", fill_first), redirect_stderr(said):
+        return train_command([str(path)]), said.getvalue()
+
+
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_disk_that_is_full_to_the_end_holds_the_log_too(
+    on_error: str,
+    examples: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    folder, steps = tmp_path / "disk" / "run", 16  # of which the log is longer than a page of the disk
+    now = settings(examples, folder, on_error)
+    now = replace(now, train=replace(now.train, steps=steps))
+    with small_disk(tmp_path / "disk", "1500k") as mounted:
+        if not mounted:
+            pytest.skip("a file system cannot be mounted here")
+        (status, said), (other, _) = run(command, 2, now, 3)
+        logged = losses(folder)
+        assert not list(folder.glob("ended.json.*"))
+    if on_error == "continue":
+        assert (status, other) == (74, 74) and len(logged) == steps
+        assert (
+            said.count("COULD NOT BE WRITTEN (rank 0") >= 2
+            and "log.jsonl CANNOT BE WRITTEN (No space" in said
+        )
+        assert f"step {steps} is done but could not be saved; the last checkpoint is step-000000" in said
+    else:
+        assert status == 1 and other in (1, 2) and "Traceback" not in said
+        # Whichever of the two comes first.
+        assert re.search(
+            r"seqbraid train: .*(log.jsonl cannot|step \d could not) be written: .*No space", said
+        )
 
 
 def test_the_best_of_a_run_may_fail_too(examples: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from seqbraid.train.log import LOG_FILE, Sinks, check_sinks, current_records, open_sinks, read_log
+from seqbraid.train.log_file import LogError
 from seqbraid.train.metrics import StepCounts, StepMeter, peak_memory
 from seqbraid.train.trackers import TRACKERS
 
@@ -74,6 +75,53 @@ def test_a_resumed_run_appends_and_what_it_does_again_counts(tmp_path: Path) -> 
     (only,) = current_records(tmp_path / LOG_FILE)
     assert (only["step"], only["event"]) == (0, "started over") and len(records(tmp_path)) == 13
     assert [path.name for path in tmp_path.iterdir()] == [LOG_FILE]
+
+
+class FullDisk:
+    """A file of a disk that has room for so many bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        done: int = self.file.write(data[: self.room])
+        self.room -= done
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def test_lines_that_a_full_disk_does_not_take_are_kept_where_the_run_is_to_go_on(tmp_path: Path) -> None:
+    console = quiet()
+    sinks = open_sinks(tmp_path, [], console=console, keeps=True)
+    assert sinks.file is not None
+    disk = sinks.file._file = FullDisk(sinks.file._file, 100)  # type: ignore[assignment]
+    for step in range(1, 9):
+        disk.room += 400 if step == 7 else 0  # enough for what waits, and for a part of the next line
+        sinks.log(step, {"loss": step / 3})
+    assert said(console).count("log.jsonl CANNOT BE WRITTEN (No space left on device); its lines are") == 2
+    assert not (tmp_path / LOG_FILE).read_bytes().endswith(b"\n")
+    disk.room = 10_000
+    sinks.close()
+    assert [record["loss"] for record in records(tmp_path)] == [step / 3 for step in range(1, 9)]
+
+    sinks = open_sinks(tmp_path / "to the end", [], console=console, keeps=True)
+    assert sinks.file is not None
+    sinks.file._file = FullDisk(sinks.file._file, 0)  # type: ignore[assignment]
+    sinks.log(1, {"loss": 1.0})
+    sinks.event("checkpoint failed")
+    sinks.close()
+    assert "2 lines of" in said(console) and "COULD NOT BE WRITTEN, and are lost" in said(console)
+
+    sinks = open_sinks(tmp_path / "stops", [], console=console)
+    assert sinks.file is not None
+    sinks.file._file = FullDisk(sinks.file._file, 10)  # type: ignore[assignment]
+    with pytest.raises(LogError, match=r"log.jsonl cannot be written: No space left on device"):
+        sinks.log(1, {"loss": 1.0})
+    sinks.close()
 
 
 def test_a_last_line_without_its_end_stays_a_line(tmp_path: Path) -> None:

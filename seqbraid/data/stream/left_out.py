@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...comm.consensus import agree
 from ...printable import printable
 from .plan import BadSample, Draw
 
@@ -51,7 +50,6 @@ class LeftOut:
         row_tokens: int,
         drops: bool,
     ) -> None:
-        self._group = group
         self._writes = group is None or dist.get_rank(group) == 0
         self._bad_file = bad_file
         self._where = where
@@ -80,7 +78,7 @@ class LeftOut:
         encoded: Sequence[BadSample] = (),
         cut_short: Sequence[BadSample] = (),
     ) -> None:
-        """Account for what was found on the way to a step; a collective if there are new bad samples.
+        """Account for what was found on the way to a step.
 
         Bad are those found when `measured` or `encoded`; those that were `cut_short` have no label left.
         """
@@ -94,14 +92,15 @@ class LeftOut:
                 new.append(bad)
         if not new:
             return
-        error: OSError | None = None
         if self._writes:
             try:
                 self._report(new)
-            except OSError as problem:
-                error = problem
+            except OSError as error:  # the list is for the user; what is left out is in the checkpoint, too
+                logger.warning(
+                    "%s CANNOT BE WRITTEN (%s): %d bad samples are counted, but not listed, the first %s",
+                    self._bad_file, error, len(new), printable(f"{new[0].where}: {new[0].reason}"),
+                )  # fmt: skip
         self._first = [*self._first, *new][:LISTED]
-        agree(self._group, error)
 
     def _report(self, new: Sequence[BadSample]) -> None:
         listed = "counted" if self._bad_file is None else f"listed in {self._bad_file}"
@@ -166,7 +165,10 @@ class LeftOut:
         self.over_long = OverLongSamples(*state["over_long"])
         self._goes_on = True
         if self._writes and self._bad_file is not None and self._bad_file.exists():
-            self._rewind(self._bad_file)
+            try:
+                self._rewind(self._bad_file)
+            except OSError as error:
+                logger.warning("%s CANNOT BE WRITTEN (%s): it may list samples twice", self._bad_file, error)
 
     def _rewind(self, path: Path) -> None:
         """Leave what the state knows of in the list; what was found after it will be found again."""

@@ -171,7 +171,7 @@ class Checkpoints:
             if self.mesh.rank == 0:
                 try:
                     recover(self.folder, busy=None if self._job is None else f"{self._job.name}.tmp")
-                    found = None if resume == "latest-intact" else choose(self.folder, resume)
+                    found = None if resume == "latest-intact" else choose(self.folder, resume, self.way_out)
                     step = -1 if found is None else files.step_of(found)
                 except OSError as problem:
                     reason = str(problem)

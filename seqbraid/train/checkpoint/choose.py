@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from . import files
+from .files import DAMAGED
 
 RESUME = re.compile(r"auto|never|must|latest-intact|step:\d+")
 WAY_OUT = (
@@ -23,7 +24,7 @@ def check_resume(resume: str) -> None:
         raise ValueError(f"resume={resume!r} is unknown; use auto, never, must, latest-intact or step:N")
 
 
-def choose(root: Path, resume: str) -> Path | None:
+def choose(root: Path, resume: str, way_out: str = WAY_OUT) -> Path | None:
     """The folder to resume from, by sizes; None to start over. Not for `latest-intact`, which
     reads it all.
     """
@@ -40,9 +41,8 @@ def choose(root: Path, resume: str) -> Path | None:
     if problem:
         whole = [path for path in found if files.is_complete(path)]
         others = f"these look complete: {_names(whole)}" if whole else "none of the others is complete"
-        raise ValueError(
-            f"the checkpoint to resume from is damaged: {problem}. Of {root}, {others}; {WAY_OUT}"
-        )
+        what = problem.removeprefix(DAMAGED)
+        raise ValueError(f"the checkpoint to resume from is damaged: {what}. Of {root}, {others}; {way_out}")
     return chosen
 
 

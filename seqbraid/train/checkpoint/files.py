@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 MANIFEST = "complete.json"
 FORMAT = 1
+DAMAGED = "the checkpoint is damaged: "
 BLOCK = 2**24
 """Bytes per read and write: large enough for the disk, small enough that the checksum runs in cache."""
 
@@ -137,11 +138,11 @@ def check_file(path: Path, expected: FileRecord, checksum: bool) -> None:
         size = path.stat().st_size
         found = read_record(path) if checksum and size == expected.size else FileRecord(size, expected.crc32)
     except FileNotFoundError:
-        raise ValueError(f"the checkpoint is damaged: {path} is missing") from None
+        raise ValueError(f"{DAMAGED}{path} is missing") from None
     if found.size != expected.size:
-        raise ValueError(f"the checkpoint is damaged: {path} has {size} bytes instead of {expected.size}")
+        raise ValueError(f"{DAMAGED}{path} has {size} bytes instead of {expected.size}")
     if found.crc32 != expected.crc32:
-        raise ValueError(f"the checkpoint is damaged: the checksum of {path} does not match")
+        raise ValueError(f"{DAMAGED}the checksum of {path} does not match")
 
 
 def check_share(folder: Path, rank: int, world_size: int) -> str:

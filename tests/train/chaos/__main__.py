@@ -82,8 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def variant_of(kind: str, number: int) -> str:
-    """Every fourth trial has other samples on its ranks in place of parts of the same."""
-    return "eval" if kind == "eval" else "dp_shard" if number % 4 == 3 else "ring"
+    """Of four trials two have parts of the same samples on their ranks, one has pipeline stages, one other
+    samples.
+    """
+    return "eval" if kind == "eval" else ("ring", "pp", "ring", "dp_shard")[number % 4]
 
 
 def report(outcome: Outcome, where: str) -> None:

@@ -26,6 +26,7 @@ STEPS = 12
 VARIANTS = {
     "ring": ["--mesh.ring=2"],
     "dp_shard": ["--mesh.dp_shard=2"],
+    "pp": ["--mesh.pp=2"],
     "eval": ["--mesh.ring=2", "--data.eval=DATA/eval.jsonl", f"--train.eval_every={EVAL_EVERY}"],
 }
 LOADER_LIMIT_S = 20
