@@ -7,6 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from ..data.records.contents import difference
 from .config import as_dict, keys
 from .mtp_config import MtpConfig
 from .step_config import ADAMW
@@ -68,6 +69,25 @@ this setting']
             continue
         if was != has:
             found.append(f"{name} is {_shown(has)}, was {_shown(was)}: {_effect(name, step + 1)}")
+    return found
+
+
+def others(state: Mapping[str, Any], versions: Mapping[str, str], eval_files: Mapping[str, str]) -> list[str]:
+    """A line for what a run has otherwise than its checkpoint says, besides its settings.
+
+    >>> others({"versions": {"torch": "2.10"}}, {"torch": "2.11"}, {})
+    ['torch is 2.11, was 2.10: what is computed may differ by more than rounding']
+    """
+    was = state.get("versions", {})
+    found = [
+        f"{name} is {has}, was {was[name]}: what is computed may differ by more than rounding"
+        for name, has in versions.items()
+        if was.get(name, has) != has
+    ]
+    if what := difference(state.get("eval_files", {}), eval_files):
+        found.append(
+            f"data.eval: {what}: evaluations before and after are of different data, and `best` compares them"
+        )
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ..comm.consensus import agree, raised_by_all
 from ..mesh import Mesh
 from .config import TrainConfig
+from .run_folder import versions
 from .setup import TINY
 from .weights import checkpoint_folder, split_revision
 
@@ -34,12 +35,13 @@ Identity = dict[str, dict[str, Any]]
 def agree_on_model(config: TrainConfig, mesh: Mesh) -> tuple[TrainConfig, Identity]:
     """The configuration with the revision of a model from the Hub in it, and the model's identity.
 
-    All ranks call this together, and all refuse where one has another model.
+    The versions of the packages that the model comes from are compared too. All ranks call this together, and
+    all refuse where one has another model.
     """
     with raised_by_all(mesh.cpu_group):
         config = _pinned(config)
         identity = model_identity(config.model)
-    agree(mesh.cpu_group, None, alike=identity)
+    agree(mesh.cpu_group, None, alike={**identity, "version of": versions()})
     return config, identity
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -70,11 +72,23 @@ class EncoderFactory:
 
 def make_mesh(config: TrainConfig) -> Mesh:
     """The mesh of this job's processes, which meet here."""
+    check_launcher(os.environ)
     mesh = Mesh(**as_dict(config.mesh))
     if mesh.world_size > 1:
         start = config.timeouts.start
         join_job(limit=FOR_EVER if start is None else timedelta(seconds=start))
     return mesh
+
+
+def check_launcher(environment: Mapping[str, str]) -> None:
+    """Refuse processes that were started as several, but of which each would train by itself."""
+    for name, what in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")):
+        number = environment.get(name, "1")
+        if number != "1" and "RANK" not in environment:
+            raise ValueError(
+                f"{what} has started {number} processes ({name}={number}), but there is no RANK, so each "
+                "would train alone; let it start one torchrun on each node instead, see docs/multi_node.md"
+            )
 
 
 def set_group_timeouts(config: TrainConfig, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from ..comm.consensus import check_alike, gather_objects, raised_by_all
 from ..comm.whereabouts import Stopped, Whereabouts
+from ..data.records.contents import contents
 from ..data.stream.loader import StepData
 from ..distributed.gradients import counted, gradient_norm
 from ..mesh import Mesh
@@ -19,7 +20,7 @@ from ..models.agreement import Agreed
 from ..models.step import Step, agree_on, forward_backward
 from ..plan.flops import ModelFlops, peak_flops
 from .best import Best
-from .changes import changes, check_unchanged
+from .changes import changes, check_unchanged, others
 from .checkpoint.checkpoints import Checkpoints, Failed, Published
 from .checkpoint.files import folder_name
 from .config import TrainConfig, as_dict, shared
@@ -108,8 +109,8 @@ class Trainer:
         self.flops = ModelFlops.if_known(self.model.structure)
         self.optimizer = make_optimizer(self.model, config.train)
         self.where.starts("opening the data and starting its workers")
-        if config.data.eval:  # refused now if at all, not when it is first evaluated
-            open_data(config.data.eval, config.data, mesh)
+        # Refused now if at all, not when it is first evaluated.
+        self.eval_files = contents(open_data(config.data.eval, config.data, mesh)) if config.data.eval else {}
         self.loader = make_loader(config, self.model_config, mesh, flops=self.flops, where=self.where)
         self.step = 0
         """Steps that are done, with those that were skipped."""
@@ -337,6 +338,7 @@ class Trainer:
             "mesh": self.mesh.sizes,
             "checkpointing": self.checkpointing,
             "versions": versions(),
+            "eval_files": self.eval_files,
         }
         self.saved = self.step
         self.where.at(f"saving step {self.step}, once the previous save is written", limit="start")
@@ -375,5 +377,6 @@ class Trainer:
         self.guard.load_state_dict(state.get("guard", {}))
         self.trained = state.get("trained", self.step)
         self.changes = changes(state["config"], as_dict(self.config), self.step)
+        self.changes += others(state, versions(), self.eval_files)
         # Of the run as it is now: its number of steps or epochs may have changed.
         self.progress = self._progress(self.step)

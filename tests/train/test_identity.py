@@ -9,13 +9,16 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import pytest
 
 from seqbraid.data.tiny import tiny_training_model
+from seqbraid.train import identity, trainer
 from seqbraid.train.config import DataConfig, LogConfig, MeshConfig, StepConfig, TrainConfig
 from seqbraid.train.config_file import load_config
+from seqbraid.train.run_folder import versions
 from seqbraid.train.setup import make_mesh
 from seqbraid.train.trainer import Trainer
 from seqbraid.train.weights import checkpoint_folder, split_revision
@@ -91,6 +94,33 @@ def test_ranks_with_other_models_refuse_together(model: Path, tmp_path: Path, ca
     for error in errors(train, 2, config(tmp_path, model, mesh=MeshConfig(ring=2)), tmp_path / "other"):
         assert re.match(f"rank 1 has {message} = ", error.message), error.message
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def train_with_another_torch(config: TrainConfig) -> None:
+    """A run on this rank; that of the second one has another version."""
+    found = {**versions(), **({"torch": "2.10.0"} if os.environ["RANK"] == "1" else {})}
+    with mock.patch.object(identity, "versions", lambda: found):
+        train(config)
+
+
+def test_ranks_with_other_versions_refuse_together(model: Path, tmp_path: Path) -> None:
+    for error in errors(train_with_another_torch, 2, config(tmp_path, model, mesh=MeshConfig(ring=2))):
+        assert "rank 1 has version of torch = '2.10.0' but rank 0 has " in error.message
+
+
+def test_a_resume_says_what_is_otherwise_besides_settings(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "eval.jsonl").write_text(json.dumps(RECORD) + "\n")
+    settings = config(tmp_path, model)
+    settings = replace(settings, data=replace(settings.data, eval=str(tmp_path / "eval.jsonl")))
+    train(settings)
+    longer = replace(settings, train=replace(settings.train, steps=2))
+    (tmp_path / "eval.jsonl").write_text(2 * (json.dumps(RECORD) + "\n"))
+    with mock.patch.object(trainer, "versions", lambda: {**versions(), "torch": "2.10.0"}):
+        train(longer)
+    records = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    said = [record["what"] for record in records if record.get("event") == "changed"]
+    assert any(line.startswith(f"torch is 2.10.0, was {versions()['torch']}: ") for line in said)
+    assert any(line.startswith("data.eval: eval.jsonl changed: evaluations before and") for line in said)
 
 
 def test_a_run_does_not_go_on_with_a_model_that_was_edited(model: Path, tmp_path: Path) -> None:

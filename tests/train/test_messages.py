@@ -15,6 +15,7 @@ from seqbraid.data.tiny import tiny_training_model
 from seqbraid.train.config import DataConfig, LogConfig, MeshConfig, StepConfig, TrainConfig
 from seqbraid.train.config_file import to_yaml
 from seqbraid.train.log import read_log
+from seqbraid.train.setup import check_launcher
 from tests.data.chat.test_chat import QWEN3
 from tests.helpers import ranks
 from tests.helpers.runs import train
@@ -96,6 +97,14 @@ def test_half_of_what_a_launcher_sets_is_refused_in_one_line(
     (said,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("seqbraid")]
     assert said.startswith("seqbraid train: the environment has ") and message in said
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_know_nothing_of_each_other_are_refused() -> None:
+    for name, what in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")):
+        with pytest.raises(ValueError, match=rf"{what} has started 8 processes \({name}=8\), .* torchrun"):
+            check_launcher({name: "8"})
+        check_launcher({name: "8", "RANK": "3", "WORLD_SIZE": "8"})  # of a torchrun that srun has started
+        check_launcher({name: "1"})
 
 
 def test_reasoning_that_the_template_leaves_out_is_said_once_with_a_count(
