@@ -150,9 +150,13 @@ def _tried(
 
 
 def _check_zero_gradient(name: str, make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
-    """Where a gradient is 0, as that of a word that never comes, an epsilon of 0 would give 0 over 0."""
-    zero = torch.zeros(SHAPES[0])
-    (found,), _ = _run(name, make, options, [torch.ones(SHAPES[0])], [[zero]] * TRIED_STEPS)
+    """Where a gradient is 0, as that of a word that never comes, an epsilon of 0 gives 0 over 0; of Muon, where
+    that of a whole matrix is.
+    """
+    gradient = torch.ones(SHAPES[0])
+    gradient[:1] = 0
+    gradients = [[gradient * (not issubclass(make, torch.optim.Muon))]] * TRIED_STEPS
+    (found,), _ = _run(name, make, options, [torch.ones(SHAPES[0])], gradients)
     if not found.isfinite().all():
         given = ", ".join(f"{key}={value}" for key, value in options.items())
         raise ValueError(

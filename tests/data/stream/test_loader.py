@@ -151,7 +151,7 @@ def test_a_state_of_other_data_or_settings_is_refused() -> None:
             loader(**options).load_state_dict(state)
     edited = ListSource(records(37), fingerprint="as many other records")
     other = make_loader(edited, ToyEncoder, Mesh(), row_tokens=32, rows_per_step=3, buffer_size=8, epochs=2)
-    with pytest.raises(ValueError, match="source='toy' but this loader has source='as many other records'"):
+    with pytest.raises(ValueError, match="not those that the run began with: the data changed"):
         other.load_state_dict(state)
     with pytest.raises(RuntimeError, match="has begun already"):
         one.load_state_dict(state)
