@@ -150,8 +150,8 @@ def _tried(
 
 
 def _check_zero_gradient(name: str, make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
-    """Where a gradient is 0, as that of a word that never comes, an epsilon of 0 gives 0 over 0; of Muon, where
-    that of a whole matrix is.
+    """Where a gradient is 0, as that of a word that never comes, an eps of 0 gives 0 over 0; of Muon, where that
+    of a whole matrix is.
     """
     gradient = torch.ones(SHAPES[0])
     gradient[:1] = 0
