@@ -150,7 +150,7 @@ def _tried(
 
 
 def _check_zero_gradient(name: str, make: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
-    """Where a gradient is 0, as that of a word that never comes, an eps of 0 gives 0 over 0; of Muon, where that
+    """Where a gradient is 0, as that of a word that never comes, eps=0 gives 0 over 0; of Muon, where that
     of a whole matrix is.
     """
     gradient = torch.ones(SHAPES[0])
