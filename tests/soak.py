@@ -49,8 +49,11 @@ def train(axes: dict[str, int]) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         batch = sb.pack(random_samples([40, 7, 90], 97, STEPS * mesh.data_rank + step), stock.config, mesh)
-        out = model(batch)
-        out.loss.backward()
+        if mesh.pp > 1:
+            out = sb.forward_backward(model, [batch] * 2)
+        else:
+            out = model(batch)
+            out.loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     KEPT.update(mesh=mesh, model=model, out=out)
@@ -104,8 +107,8 @@ KINDS: dict[str, Callable[[dict[str, int]], None]] = {
     "failing": failing,
 }
 MESHES: dict[int, Sequence[dict[str, int]]] = {
-    2: ({"ring": 2}, {"ulysses": 2}, {"dp_shard": 2}),
-    4: ({"ring": 2, "ulysses": 2}, {"dp_shard": 2, "ring": 2}, {"dp_shard": -1}),
+    2: ({"ring": 2}, {"ulysses": 2}, {"dp_shard": 2}, {"tp": 2}, {"pp": 2}),
+    4: ({"ring": 2, "ulysses": 2}, {"dp_shard": 2, "ring": 2}, {"dp_shard": -1}, {"pp": 2, "tp": 2}),
 }
 
 
