@@ -204,7 +204,8 @@ class Adapter:
             check_plain(self.head, self.name)
         check_embeddings(self._embeddings, self.name)
         if self.is_training:
-            refuse_random_layers(self.model, self.decoder, self.config, self.name)
+            text = (module for _, module in self._text_modules())
+            refuse_random_layers(self.model, text, self.config, self.name)
         for name, module in self.dropping.items() if seed is None else ():
             raise ValueError(
                 f"{self.name} trains with dropout {module.p} at {name!r}; pass the seed it is drawn from, "

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..sequence_parallel.context import StepContext
 from ..sequence_parallel.shift import shifted
 from .attention import no_mask
+from .running import running
 
 NAME = "mtp"
 """What the module is called in a model and in checkpoints."""
@@ -115,9 +116,11 @@ class MtpModule(nn.Module):
             joined_TC = self.joined(embeds, hidden_TD)
             # The last tokens of a sample have nobody to predict from: as padding, they go to no expert.
             rows_R = plan.has_source_KT[depth].nonzero()[:, 0]
-            own = replace(context, expert_counts={}, counted_rows=rows_R)
+            # Each depth drops out other channels, though a layer may serve several.
+            seed = None if context.seed is None else context.seed ^ ((depth + 1) << 40)
+            own = replace(context, expert_counts={}, counted_rows=rows_R, seed=seed)
             index = depth % len(self.layers)
-            with _recorded(routers[index]) as recorded:
+            with _recorded(routers[index]) as recorded, running(own):
                 x = self.layers[index](
                     self.fc(joined_TC)[None],
                     position_embeddings=angles,

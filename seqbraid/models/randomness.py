@@ -4,7 +4,7 @@ process draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +22,11 @@ UNUSED_AT_ZERO = {"phimoe": "router_jitter_noise"}
 """Families that draw random numbers in training even where they use none of them: where this value is 0."""
 
 
-def refuse_random_layers(model: nn.Module, decoder: nn.Module, config: Any, name: str) -> None:
+def refuse_random_layers(model: nn.Module, text: Iterable[nn.Module], config: Any, name: str) -> None:
     """Refuse a step in training that would drop whole layers, parts of attention, or of what encoders see;
-    dropout of the decoder's own is drawn by token.
+    dropout among the modules of the text model is drawn by token.
     """
-    own = {id(module) for module in decoder.modules() if type(module) is nn.Dropout}
+    own = {id(module) for module in text if type(module) is nn.Dropout}
     for path, module in model.named_modules():
         if id(module) in own or not isinstance(module, nn.modules.dropout._DropoutNd):
             continue

@@ -165,6 +165,47 @@ def test_no_switch_for_memory_changes_a_gradient() -> None:
                 assert error < 5e-5, (name, float(error), options)
 
 
+def dropped(axes: dict[str, int], options: dict[str, Any], depth: int = 2, seed: int = 5) -> Any:
+    """Losses of a step whose adapters drop channels, and the gradients of multi-token prediction."""
+    mesh, model = Mesh(**axes), with_mtp(tiny_model("qwen3_5"), depth=depth)
+    add_lora(model, LoraOptions(rank=3, alpha=6.0, targets="all-linear", dropout=0.3))
+    braided = sb.parallelize(shaken(model), mesh, memory=MemoryOptions(**options))
+    rows = [random_samples(lengths, 97, seed=3) for lengths in ((30, 2, 1), (9, 4))]
+    batches = [sb.pack(row, model.config, mesh, mtp_depth=depth) for row in rows]
+    out = forward_backward(braided, batches, seed=seed)
+    found = {name: gradient for name, gradient in whole(model).items() if name.startswith("mtp.")}
+    return float(out.mean_loss), float(out.mtp_loss), found  # type: ignore[arg-type]
+
+
+def test_dropout_of_all_depths_is_the_same_on_every_mesh() -> None:
+    ((loss, of_depths, gradients),) = ranks.run(dropped, 1, {}, {})
+    ((_, other, _),) = ranks.run(dropped, 1, {}, {}, 2, 6)
+    assert abs(of_depths - other) > 1e-3 * of_depths and gradients
+    for axes, options in (
+        ({"ring": 2}, {"checkpointing": "full"}),
+        ({"tp": 2}, {"checkpointing": "selective"}),
+        ({"pp": 2}, {"mlp_tile": 7}),
+    ):
+        found = ranks.run(dropped, 2, axes, options)
+        for mine in found:
+            assert mine[:2] == pytest.approx((loss, of_depths), rel=1e-5), axes
+        assert found[-1][2].keys() == gradients.keys()  # of the last stage
+        for name, gradient in gradients.items():
+            assert (found[-1][2][name] - gradient).norm() < 1e-4 * gradient.norm(), (axes, name)
+
+
+def test_each_depth_drops_other_channels() -> None:
+    """One layer serves both."""
+    model = with_mtp(tiny_model("qwen3_5"), depth=2)
+    model.mtp.fc = torch.nn.Sequential(model.mtp.fc, torch.nn.Dropout(0.5))
+    braided, kept = sb.parallelize(model), []
+    model.mtp.fc[1].register_forward_hook(lambda _, __, out: kept.append(out != 0))
+    batch = sb.pack(random_samples((30,), 97), model.config, mtp_depth=2)
+    forward_backward(braided, [batch], seed=1)
+    first, second = kept
+    assert 0.4 < (first == second).double().mean() < 0.6
+
+
 def saved_by_stages(folder: Path) -> dict[str, int]:
     """And what a rank has sent."""
     model = build("qwen3_5", {"tie_word_embeddings": True}, 2)
