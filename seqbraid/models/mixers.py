@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.pytorch_utils import Conv1D
 
-from ..sequence_parallel import ulysses
+from ..sequence_parallel.ulysses import SoftmaxHeads
 from .decoder import layer_configs
 
 HEAD_SIZES = ("qk_head_dim", "head_dim", "head_size")
@@ -33,7 +33,7 @@ WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size")
 """What configs call the tokens that a windowed layer sees."""
 
 
-class SoftmaxHeads(NamedTuple):
+class SoftmaxSizes(NamedTuple):
     """The heads of softmax attention."""
 
     num_queries: int
@@ -53,7 +53,7 @@ class GatedDeltaSizes(NamedTuple):
     value_size: int
 
 
-def softmax_heads(mixer: Any, config: Any) -> SoftmaxHeads:
+def softmax_sizes(mixer: Any, config: Any) -> SoftmaxSizes:
     """The heads of softmax attention; where its projections are not ones that we know, as the
     config has them.
     """
@@ -76,18 +76,18 @@ def softmax_heads(mixer: Any, config: Any) -> SoftmaxHeads:
         found = _widths(latent)[1] // (int(mixer.qk_nope_head_dim) + value)
     else:
         found = int(getattr(config, "num_key_value_heads", None) or queries)
-    return SoftmaxHeads(queries, found, key, value)
+    return SoftmaxSizes(queries, found, key, value)
 
 
-def local_heads(heads: SoftmaxHeads, size: int, rank: int) -> SoftmaxHeads:
+def local_heads(heads: SoftmaxSizes, size: int, rank: int) -> SoftmaxSizes:
     """The heads that a rank computes with: key heads go to every rank whose query heads use them.
 
-    >>> local_heads(SoftmaxHeads(32, 8, 128, 128), 4, 1)
-    SoftmaxHeads(num_queries=8, num_keys=2, key_size=128, value_size=128)
-    >>> local_heads(SoftmaxHeads(12, 3, 64, 64), 2, 0)  # 4 of its heads use one, 2 another
-    SoftmaxHeads(num_queries=6, num_keys=6, key_size=64, value_size=64)
+    >>> local_heads(SoftmaxSizes(32, 8, 128, 128), 4, 1)
+    SoftmaxSizes(num_queries=8, num_keys=2, key_size=128, value_size=128)
+    >>> local_heads(SoftmaxSizes(12, 3, 64, 64), 2, 0)  # 4 of its heads use one, 2 another
+    SoftmaxSizes(num_queries=6, num_keys=6, key_size=64, value_size=64)
     """
-    plan = ulysses.SoftmaxHeads(heads.num_queries, heads.num_keys, size)
+    plan = SoftmaxHeads(heads.num_queries, heads.num_keys, size)
     used, keys = plan.kv_of_query(rank), plan.kv_heads(rank)
     return heads._replace(
         num_queries=heads.num_queries // size,

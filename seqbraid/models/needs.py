@@ -9,7 +9,7 @@ import torch
 from ..sequence_parallel.gated_delta_bytes import HeadSizes
 from ..sequence_parallel.plans import MixerNeeds, RowPlans, SoftmaxNeeds
 from .decoder import layer_configs
-from .mixers import SoftmaxHeads, local_heads
+from .mixers import SoftmaxSizes, local_heads
 
 SOFTMAX = ("full_attention", "sliding_attention")
 """What configs call the layers of softmax attention."""
@@ -39,7 +39,7 @@ def _of_rank(needs: MixerNeeds, tp: int, rank: int) -> MixerNeeds:
     for heads, keys, window in needs.softmax:
         if heads % tp:
             raise ValueError(f"tp={tp} does not divide {heads} query heads")
-        local = local_heads(SoftmaxHeads(heads, keys, 0, 0), tp, rank)
+        local = local_heads(SoftmaxSizes(heads, keys, 0, 0), tp, rank)
         softmax.append(SoftmaxNeeds(local.num_queries, local.num_keys, window))
     delta = needs.gated_delta
     if delta is not None:

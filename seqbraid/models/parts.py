@@ -20,7 +20,7 @@ from .experts import are_experts
 from .families import FAMILIES, family_of
 from .gated_delta import is_gated_delta
 from .head import find_head
-from .mixers import HEAD_SIZES, SoftmaxHeads, layer_window, softmax_heads
+from .mixers import HEAD_SIZES, SoftmaxSizes, layer_window, softmax_sizes
 from .mtp_module import NAME, MtpModule
 
 MixerKind = Literal["full_attention", "sliding_attention", "gated_delta"]
@@ -169,9 +169,9 @@ class ModelParts:
         """The tower of a kind, if there is one."""
         return next((tower for tower in self.towers if tower.kind == kind), None)
 
-    def heads(self, layer: LayerParts) -> SoftmaxHeads:
+    def heads(self, layer: LayerParts) -> SoftmaxSizes:
         """The heads of a layer of softmax attention, as many as its (maybe sharded) weights have."""
-        return softmax_heads(layer.mixer, self.config)
+        return softmax_sizes(layer.mixer, self.config)
 
 
 def plain_name(name: str) -> str:

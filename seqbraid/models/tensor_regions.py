@@ -14,7 +14,7 @@ from torch import nn
 from ..sequence_parallel import ulysses
 from .head import has_hooks
 from .lora import linear_below, lora_of
-from .mixers import OUT, GatedDeltaSizes, SoftmaxHeads, gated_delta_sizes, local_heads
+from .mixers import OUT, GatedDeltaSizes, SoftmaxSizes, gated_delta_sizes, local_heads
 from .parts import MLPS, LayerParts, ModelParts, is_norm
 from .tensor_parts import Adapted, Chosen, Cut, Region
 
@@ -46,7 +46,7 @@ def _regions(parts: ModelParts, layer: LayerParts, size: int, rank: int) -> Iter
         yield _mlp(module, "mlp" if not number else f"mlp {number}", where, size, rank)
 
 
-def _attention(layer: LayerParts, heads: SoftmaxHeads, where: str, size: int, rank: int) -> Region:
+def _attention(layer: LayerParts, heads: SoftmaxSizes, where: str, size: int, rank: int) -> Region:
     mixer: Any = layer.mixer
     called = type(mixer).__name__
     _check_divides(heads.num_queries, size, "query heads", where)

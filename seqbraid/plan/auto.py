@@ -25,7 +25,7 @@ MORE: tuple[dict[str, Any], ...] = ({"offload": True}, {"offload": True, "mlp_ti
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoChoice:
     """What was chosen, and why."""
 
     checkpointing: Checkpointing
@@ -99,7 +99,7 @@ def fit(step: PlannedStep, memory: MemoryOptions, device_bytes: int) -> Fit:
     return Fit(estimate, limit, None if estimate <= limit else _advice(step, memory, limit))
 
 
-def choose_checkpointing(step: PlannedStep, memory: MemoryOptions, device_bytes: int) -> Choice:
+def choose_checkpointing(step: PlannedStep, memory: MemoryOptions, device_bytes: int) -> AutoChoice:
     """The first of none, selective and full checkpointing whose step fits a device; full where none does.
 
     Args:
@@ -113,8 +113,8 @@ def choose_checkpointing(step: PlannedStep, memory: MemoryOptions, device_bytes:
     for checkpointing in candidates:
         estimates[checkpointing] = step.takes(replace(memory, checkpointing=checkpointing))
         if estimates[checkpointing] <= limit:
-            return Choice(checkpointing, estimates, limit)
-    return Choice("full", estimates, limit, _advice(step, replace(memory, checkpointing="full"), limit))
+            return AutoChoice(checkpointing, estimates, limit)
+    return AutoChoice("full", estimates, limit, _advice(step, replace(memory, checkpointing="full"), limit))
 
 
 def _advice(step: PlannedStep, memory: MemoryOptions, limit: int) -> str:

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..comm.consensus import raised_by_all
 from ..models.braided import BraidedModel
 from ..models.parts import plain_name, tensors_by_name
-from .optimizers.groups import Group, grouped, parse_groups
+from .optimizers.groups import ParameterGroup, grouped, parse_groups
 from .optimizers.kinds import Kind
 from .optimizers.muon import layer_matrices, sharded_muon
 from .optimizers.partwise import MASTER, PartwiseOptimizer
@@ -51,7 +51,7 @@ def make_optimizer(model: nn.Module, config: StepConfig) -> PartwiseOptimizer:
     return PartwiseOptimizer(given, make_inner, entries)
 
 
-def make_groups(model: nn.Module, config: StepConfig, kind: Kind) -> list[Group]:
+def make_groups(model: nn.Module, config: StepConfig, kind: Kind) -> list[ParameterGroup]:
     """What is trained, in groups that are stepped alike."""
     named = trained(model)
     if not named:
@@ -97,21 +97,11 @@ def trained_elsewhere(model: nn.Module) -> set[str]:
     return {name for name, p in whole.items() if p.requires_grad} - trained(model).keys()
 
 
-def _param_group(group: Group, config: StepConfig, kind: Kind) -> dict[str, Any]:
+def _param_group(group: ParameterGroup, config: StepConfig, kind: Kind) -> dict[str, Any]:
     found: dict[str, Any] = {"params": group.parameters, "lr": group.lr, "weight_decay": group.weight_decay}
     if not kind.decays:
         del found["weight_decay"]
     return found if group.lr == config.lr else {**found, "peak_lr": group.lr, "spec": group.spec}
-
-
-def gradients_of(optimizer: PartwiseOptimizer) -> list[Tensor]:
-    """What the next step would use."""
-    return list(gradients_by_parameter(optimizer).values())
-
-
-def gradients_by_parameter(optimizer: PartwiseOptimizer) -> dict[Tensor, Tensor]:
-    """What the next step would use, by the parameters that it would change."""
-    return optimizer.gradients()
 
 
 def check_entries(optimizer: PartwiseOptimizer) -> None:

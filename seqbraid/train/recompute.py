@@ -18,7 +18,7 @@ from ..mesh import Mesh
 from ..ops.rows import NORM
 from ..ops.table import make_kernels
 from ..ops.triton_status import RowsNeed
-from ..plan.auto import Choice, Fit, PlannedStep, choose_checkpointing, fit
+from ..plan.auto import AutoChoice, Fit, PlannedStep, choose_checkpointing, fit
 from ..plan.memory import MemoryOptions
 from .config import TrainConfig
 from .optimizer import kept_numbers
@@ -82,7 +82,7 @@ def planned_step(config: TrainConfig, model: nn.Module, mesh: Mesh, device: torc
 
 def choose_here(
     config: TrainConfig, model: nn.Module, mesh: Mesh, device: torch.device, limit: int | None = None
-) -> Choice:
+) -> AutoChoice:
     """The choice for a device like this one, or for one with `limit` bytes."""
     limit = device_bytes(device) if limit is None else limit
     step = planned_step(config, model, mesh, device)

@@ -33,7 +33,7 @@ from .lora import save_adapter
 from .metrics import StepCounts, StepMeter
 from .news import News
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
-from .optimizer import check_entries, gradients_by_parameter, make_optimizer
+from .optimizer import check_entries, make_optimizer
 from .optimizers.kinds import Kind
 from .profile_steps import StepProfiler
 from .recompute import settle_checkpointing
@@ -82,7 +82,6 @@ class Trainer:
         config = self.config
         self.device = make_device()
         with raised_by_all(mesh.cpu_group):
-            Kind.of(config.train).check_ranks(mesh.world_size)
             base = adapted_weights(config)
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints",
@@ -95,6 +94,7 @@ class Trainer:
         last, state = self._last()
         seed_everything(config.seed)
         with raised_by_all(mesh.cpu_group):
+            Kind.of(config.train).check_ranks(mesh.world_size)
             if mesh.rank == 0:
                 (self.folder / "model").mkdir(parents=True, exist_ok=True)
         over = f" and sharding it over {mesh.world_size} ranks" if mesh.world_size > 1 else ""
@@ -236,7 +236,7 @@ class Trainer:
             self.model, work, seed=seed, agreed=agreed, after=self._after_micro_batch(work)
         )
         self.where.at("gradient norm and optimizer update")
-        by_parameter = gradients_by_parameter(self.optimizer)
+        by_parameter = self.optimizer.gradients()
         gradients = list(by_parameter.values())
         norm = self.guard.agreed(gradient_norm(counted(self.model, by_parameter), self.mesh))
         loss = float(out.mean_loss)

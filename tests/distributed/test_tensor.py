@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import seqbraid as sb
 from seqbraid.comm.group import Group
-from seqbraid.models.mixers import SoftmaxHeads, local_heads
+from seqbraid.models.mixers import SoftmaxSizes, local_heads
 from seqbraid.models.parts import ModelParts
 from seqbraid.models.tensor import TensorPlan, vocabulary_rows
 from seqbraid.models.tiny.decoders import tiny_model
@@ -129,11 +129,11 @@ def test_no_switch_for_memory_changes_a_gradient(family: str) -> None:
 
 
 def test_heads_of_a_rank() -> None:
-    heads = SoftmaxHeads(8, 4, 16, 16)
+    heads = SoftmaxSizes(8, 4, 16, 16)
     assert [local_heads(heads, 2, rank)[:2] for rank in (0, 1)] == [(4, 2), (4, 2)]
-    assert local_heads(SoftmaxHeads(8, 2, 16, 16), 4, 3)[:2] == (2, 1)
+    assert local_heads(SoftmaxSizes(8, 2, 16, 16), 4, 3)[:2] == (2, 1)
     # 3 key heads of 4 query heads each for two ranks: the middle one goes to both.
-    assert local_heads(SoftmaxHeads(12, 3, 16, 16), 2, 0)[:2] == (6, 6)
+    assert local_heads(SoftmaxSizes(12, 3, 16, 16), 2, 0)[:2] == (6, 6)
 
 
 class AcrossChannels(torch.nn.Module):

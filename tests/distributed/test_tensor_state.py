@@ -18,7 +18,7 @@ from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.checkpoint.checkpoints import Checkpoints
 from seqbraid.train.config import StepConfig
-from seqbraid.train.optimizer import gradients_of, make_optimizer
+from seqbraid.train.optimizer import make_optimizer
 from tests.helpers import ranks
 
 FAMILIES: dict[str, dict[str, int]] = {
@@ -57,7 +57,7 @@ def trained(family: str, axes: dict[str, int], folder: str, steps: list[int], re
         out = forward_backward(
             model, [sb.pack(samples[mesh.data_rank :: mesh.data_world_size], stock.config, mesh)]
         )
-        gradients = gradients_of(optimizer)
+        gradients = list(optimizer.gradients().values())
         norm = gradient_norm(gradients, mesh)
         clip_gradients(gradients, norm, 1.0)
         optimizer.step()

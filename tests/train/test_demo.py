@@ -20,7 +20,7 @@ from seqbraid.train.demo.digits import Digits, make_sample
 from seqbraid.train.demo.page import ALONE_COLOR, SPLIT_COLOR, demo_report
 from seqbraid.train.demo.pictures import mark_images
 from seqbraid.train.demo.result import DemoResult
-from seqbraid.train.demo.training import Settings, Trained
+from seqbraid.train.demo.training import Outcome, Settings
 from tests.helpers.png import read_png
 
 STEPS = 4
@@ -53,7 +53,7 @@ def finished(split: list[float], floor: list[float], accuracy: float) -> DemoRes
     """A result with these relative differences and this accuracy, of ten digits."""
     alone = [1.0] * len(split)
     trained = [
-        Trained([1.0 + d for d in differences], 1.0, [(len(alone), accuracy)], list(range(10)))
+        Outcome([1.0 + d for d in differences], 1.0, [(len(alone), accuracy)], list(range(10)))
         for differences in (split, [0.0] * len(split), floor)
     ]
     digits = Digits(torch.full((10, 8, 8), 16.0), torch.arange(10))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from .digits import Digits
-from .training import Settings, Trained
+from .training import Outcome, Settings
 
 ALLOWANCE = 10.0
 """How many times further than rounding the split training may part from one process."""
@@ -21,9 +21,9 @@ class DemoResult:
     """The trainings of one demo, side by side."""
 
     settings: Settings
-    split: Trained
-    alone: Trained
-    backwards: Trained
+    split: Outcome
+    alone: Outcome
+    backwards: Outcome
     """As `alone`, the samples of each row in reverse."""
     held_out: Digits
     stock_predictions: list[int]

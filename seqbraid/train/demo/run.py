@@ -15,7 +15,7 @@ from transformers import Qwen3_5ForConditionalGeneration
 
 from .page import demo_report
 from .result import ALLOWANCE, LEAST_ACCURACY, DemoResult
-from .training import Settings, Trained, prepare, read_alone, train_alone, train_split
+from .training import Outcome, Settings, prepare, read_alone, train_alone, train_split
 
 TABLE_ROWS = 9
 
@@ -61,7 +61,7 @@ def train_both_ways(settings: Settings) -> DemoResult:
     )
 
 
-def launch_ranks(settings: Settings) -> Trained:
+def launch_ranks(settings: Settings) -> Outcome:
     """Train over ranks on this machine, as `torchrun --standalone` would start them."""
     config = LaunchConfig(
         min_nodes=1,
@@ -72,7 +72,7 @@ def launch_ranks(settings: Settings) -> Trained:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
-    trained: Trained = elastic_launch(config, train_split)(settings)[0]
+    trained: Outcome = elastic_launch(config, train_split)(settings)[0]
     return trained
 
 

@@ -82,7 +82,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Outcome:
     """What one training gives."""
 
     losses: list[float]
@@ -94,7 +94,7 @@ class Trained:
     """What the trained model reads in the held-out digits; empty where it was not asked."""
 
 
-def train_split(settings: Settings) -> Trained:
+def train_split(settings: Settings) -> Outcome:
     """On every rank: train on packed rows, split over `ring × ulysses` ranks."""
     prepare()
     held_out = settings.digits()[1]
@@ -121,10 +121,10 @@ def train_split(settings: Settings) -> Trained:
     braided.save_pretrained(settings.checkpoint)
     if dist.is_initialized():
         dist.destroy_process_group()
-    return Trained(losses, seconds, accuracy, predictions.tolist())
+    return Outcome(losses, seconds, accuracy, predictions.tolist())
 
 
-def train_alone(settings: Settings, backwards: bool) -> Trained:
+def train_alone(settings: Settings, backwards: bool) -> Outcome:
     """In one process: the stock model on each sample by itself, gradients summed over the row.
 
     With `backwards` the samples of a row are visited in reverse, which changes the order of the sums and
@@ -138,7 +138,7 @@ def train_alone(settings: Settings, backwards: bool) -> Trained:
 
     name = None if backwards else "one process, each sample alone"
     losses, seconds = _train(settings, model, backward, lambda done: None, name)
-    return Trained(losses, seconds, [], [])
+    return Outcome(losses, seconds, [], [])
 
 
 def stock_backward(model: PreTrainedModel, samples: Sequence[Sample]) -> float:

@@ -24,7 +24,7 @@ class GroupSpec:
 
 
 @dataclass
-class Group:
+class ParameterGroup:
     """Parameters that are stepped alike."""
 
     spec: int | None
@@ -76,7 +76,7 @@ def grouped(
     weight_decay: float,
     matrices: frozenset[int] = frozenset(),
     elsewhere: Collection[str] = (),
-) -> list[Group]:
+) -> list[ParameterGroup]:
     """What is trained, in groups; matrices decay, and norms, biases and other vectors do not.
 
     Args:
@@ -91,7 +91,7 @@ def grouped(
     def first(name: str) -> int | None:
         return next((i for i, spec in enumerate(specs) if re.search(spec.match, name)), None)
 
-    groups: dict[tuple[Any, ...], Group] = {}
+    groups: dict[tuple[Any, ...], ParameterGroup] = {}
     used = {first(name) for name in elsewhere}
     for name, p in named.items():
         index = first(name)
@@ -104,7 +104,7 @@ def grouped(
         key = (-1 if index is None else index, not muon, p.ndim < 2, decay)
         if key not in groups:
             peak = lr if spec.lr is None else spec.lr
-            groups[key] = Group(index, spec.match or None, peak, decay, muon, [])
+            groups[key] = ParameterGroup(index, spec.match or None, peak, decay, muon, [])
         groups[key].parameters.append(p)
     for index, spec in enumerate(specs):
         if index not in used:
