@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -25,22 +25,27 @@ from .gpus import share_out
 PAUSE_S = 0.02
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, or another launcher, tells each rank."""
+MOST = 8
+"""Ranks that are named."""
 LIMIT = timedelta(minutes=30)
 """How long to wait for the others, as torch does."""
 
 
-def join_job(on_cpu: bool = False, limit: timedelta = LIMIT) -> str:
+def join_job(
+    on_cpu: bool = False, limit: timedelta = LIMIT, tell: Callable[[str], None] | None = None
+) -> str:
     """Start the process group of this job, unless there is one.
 
     Where the ranks cannot have a GPU each, every rank refuses; with `on_cpu` they talk, and compute, on the
-    CPU whatever there is, and the reason is given back. `limit` is for the meeting of the ranks.
+    CPU whatever there is, and the reason is given back. `limit` is for the meeting of the ranks. The first
+    one can `tell` which others it waits for.
     """
     if dist.is_initialized():
         return ""
     _check_environment()
     store, rank, world_size = next(rendezvous("env://"))
     if dist.is_torchelastic_launched():
-        store = PrefixStore(meet(store, rank, world_size, limit), store)
+        store = PrefixStore(meet(store, rank, world_size, limit, tell), store)
     gpu, reason = share_out(store, rank, world_size, limit)
     if reason and not on_cpu:
         raise ValueError(
@@ -89,7 +94,13 @@ def _check_environment() -> None:
         )
 
 
-def meet(store: Store, rank: int, world_size: int, limit: timedelta = LIMIT) -> str:
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    limit: timedelta = LIMIT,
+    tell: Callable[[str], None] | None = None,
+) -> str:
     """A name that the ranks that live now, and no others, have in common.
 
     Each rank but the first writes a name of its own; the first answers it with its own, and goes on answering
@@ -109,7 +120,19 @@ def meet(store: Store, rank: int, world_size: int, limit: timedelta = LIMIT) -> 
             if store.check([f"rank/{other}"]):
                 store.set(f"answer/{store.get(f'rank/{other}').decode()}", own)
         missing = [other for other in missing if not store.check([f"{own}/{other}"])]
+        if missing and tell is not None:
+            tell(named(missing))
         if missing and time.monotonic() > end:
-            raise TimeoutError(f"ranks {missing} have not joined within {limit}")
+            raise TimeoutError(f"{named(missing)} did not join within {limit}")
         time.sleep(PAUSE_S if missing else 0)
     return own
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words, of many the first.
+
+    >>> named([3]), named(range(1, 12))
+    ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8, … (11 ranks)')
+    """
+    shown = ", ".join(map(str, ranks[:MOST])) + (f", … ({len(ranks)} ranks)" if len(ranks) > MOST else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

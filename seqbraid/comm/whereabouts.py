@@ -49,6 +49,8 @@ class Whereabouts:
         self.place = Place(0, "starting", "start", time.monotonic())
         self.stop = False
         """Whether this rank, or one that it has heard of, was asked to stop."""
+        self.waits_for = "the others"
+        """Ranks that have not joined yet, as far as is known."""
         self.thread = threading.get_ident()
         self._say = say
 

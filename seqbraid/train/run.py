@@ -52,7 +52,7 @@ def train(arguments: Sequence[str]) -> int:
         with watched(config, clocked_lines() if rank == 0 else None) as watchdog:
             if world_size > 1:
                 watchdog.where.starts(f"waiting for the other ranks, {world_size} in all")
-            mesh = make_mesh(config)
+            mesh = make_mesh(config, watchdog.where)
             watchdog.join(mesh)
             if preempted_here(Path(config.out), mesh):
                 if mesh.rank == 0:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,15 @@ class EncoderFactory:
         )
 
 
-def make_mesh(config: TrainConfig) -> Mesh:
-    """The mesh of this job's processes, which meet here."""
+def make_mesh(config: TrainConfig, where: Whereabouts | None = None) -> Mesh:
+    """The mesh of this job's processes, which meet here; `where` is told which are still missing."""
+    where = Whereabouts() if where is None else where
     check_launcher(os.environ)
     mesh = Mesh(**as_dict(config.mesh))
     if mesh.world_size > 1:
         start = config.timeouts.start
-        join_job(limit=FOR_EVER if start is None else timedelta(seconds=start))
+        limit = FOR_EVER if start is None else timedelta(seconds=start)
+        join_job(limit=limit, tell=partial(setattr, where, "waits_for"))
     return mesh
 
 

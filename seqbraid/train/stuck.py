@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..comm.heartbeat import Seen
+from ..comm.rendezvous import named
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def describe(ranks: Mapping[int, Rank]) -> str:
             where = f"step {found.seen.step}, {found.seen.doing}: {found.seen.line}"
             rest.setdefault(where, []).append(rank)
     for where, group in rest.items():
-        lines.append(f"{_ranks(group)} {'wait' if len(group) > 1 else 'waits'} in {where}")
+        lines.append(f"{named(group)} {'wait' if len(group) > 1 else 'waits'} in {where}")
     if not late and not any(found.seen is not None and found.seen.waits for found in ranks.values()):
         lines.append("none of them waits for another: each is at something of its own, such as its data")
     elif not late:
@@ -69,9 +70,3 @@ def _one(rank: int, found: Rank) -> str:
             f"it was in {was}"
         )
     return f"{who} is holding up the run: {was}, at {seen.line}"
-
-
-def _ranks(group: list[int]) -> str:
-    most = 8
-    shown = ", ".join(map(str, group[:most])) + (f", … ({len(group)} ranks)" if len(group) > most else "")
-    return f"rank {shown}" if len(group) == 1 else f"ranks {shown}"

@@ -22,7 +22,7 @@ from ..comm.flight_recorder import record_flights, write_flights
 from ..comm.heartbeat import Heartbeats
 from ..comm.rendezvous import job_store
 from ..comm.whereabouts import Place, Whereabouts
-from ..mesh import Mesh
+from ..mesh import Mesh, launched
 from ..printable import printable
 from .config import TimeoutConfig, TrainConfig
 from .ending import FAILED, write_failure
@@ -135,12 +135,11 @@ class Watchdog:
     def _who(self, now: float) -> str:
         """Who holds the run up, in words."""
         if self.beats is None:
-            return describe({0: Rank(Heartbeats.of(self.where), None)})
+            return _who_joins(self.where)
         away = now - self.beats.answered
         if away > max(2.0, 4 * self.beats.every_s):
-            store = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
             return (
-                f"the job's store at {store} has not answered rank {self.rank} for {away:.0f} s, so its "
+                f"the job's store at {_store()} has not answered rank {self.rank} for {away:.0f} s, so its "
                 "host or the network to it is down; "
                 f"{describe({self.rank: Rank(Heartbeats.of(self.where), None)})}"
             )
@@ -169,6 +168,22 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
             if self.world_size > 1:
                 write_flights(self.folder, self.rank)
+
+
+def _who_joins(where: Whereabouts) -> str:
+    """As long as the ranks have not met, each knows of itself, and the first one of whom it waits for."""
+    rank, world_size = launched()
+    seen = Heartbeats.of(where)
+    if world_size == 1 or not seen.waits:
+        return describe({rank: Rank(seen, None)})
+    return (
+        f"rank {rank} of {world_size} (host {seen.host}) waits for {where.waits_for} to join: not started, "
+        f"dead, or without a way to the job's store at {_store()}; it waits in {seen.line}"
+    )
+
+
+def _store() -> str:
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
 
 
 def _say(text: str) -> None:

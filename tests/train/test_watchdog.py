@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from unittest import mock
 
 import pytest
 from torch import nn
+from torch.distributed import TCPStore
 
 from seqbraid.comm.heartbeat import Seen
 from seqbraid.data.stream.workers import Workers
@@ -209,6 +211,27 @@ def train_until_stopped(config: TrainConfig) -> tuple[int, str]:
 def test_sigterm_saves_while_the_loader_waits(examples: Path, tmp_path: Path) -> None:  # noqa: F811
     now = settings(examples, tmp_path / "run", TimeoutConfig(), workers=1, prefetch_steps=0)
     assert run(train_until_stopped, 2, now, limit=200.0) == [(2, "step-00000002")] * 2
+
+
+def test_ranks_that_never_come_are_named(examples: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The first of two ranks is started alone; torchrun's store is there."""
+    environment = {"RANK": "0", "WORLD_SIZE": "3", "TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "127.0.0.1"}
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    environment |= {"MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    settings = [
+        "--model=tiny:qwen3",
+        f"--out={tmp_path / 'run'}",
+        f"--data.train={examples}/ledgers/train.jsonl",
+    ]
+    settings += ["--train.steps=1", "--train.batch_tokens=8192", "--timeouts.start=3"]
+    command = [sys.executable, "-m", "seqbraid", "train", *settings]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1
+    first = next(line for line in done.stderr.splitlines() if "The run ends at timeouts.start=3" in line)
+    assert "rank 0 of 3 (host " in first and "waits for ranks 1, 2 to join: not started, dead, or " in first
+    assert f"the job's store at 127.0.0.1:{server.port}" in first
 
 
 def seen(step: int = 5, waits: bool = True, stalled_s: float = 9.0) -> Seen:
