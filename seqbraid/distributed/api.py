@@ -105,7 +105,21 @@ def parallelize(
 def check_model(model: Any) -> None:
     """Refuse what is no stock model."""
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"parallelize takes a PreTrainedModel of transformers, not {type(model).__name__}")
+        called = type(model).__name__
+        raise ValueError(
+            f"parallelize takes a PreTrainedModel of transformers, not {called}{_instead(model)}"
+        )
+
+
+def _instead(model: Any) -> str:
+    """What to give in the place of a wrapper."""
+    if hasattr(model, "get_base_model"):
+        return "; give model.get_base_model(), which has peft's adapters in it"
+    if isinstance(model, BraidedModel):
+        return ", whose model is parallelized already; call release() on it first"
+    if isinstance(getattr(model, "module", None), PreTrainedModel):
+        return "; give model.module, and the mesh says over which ranks it is shared"
+    return ""
 
 
 def _alike(

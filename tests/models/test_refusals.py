@@ -287,6 +287,23 @@ def test_what_is_no_packed_batch_is_refused() -> None:
             sb.pack(given, config)  # type: ignore[arg-type]
 
 
+def test_a_wrapper_is_refused_with_what_to_give_instead() -> None:
+    import peft
+
+    adapted = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    wrapped = nn.Module()
+    wrapped.module = tiny_model("llama")
+    for model, advice in (
+        (adapted, r"not PeftModel; give model.get_base_model\(\)"),
+        (wrapped, "not Module; give model.module"),
+        (sb.parallelize(tiny_model("llama")), r"call release\(\) on it first"),
+        (None, "not NoneType$"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            sb.parallelize(model)  # type: ignore[arg-type]
+    assert sb.parallelize(adapted.get_base_model())(sb.pack(SAMPLE, adapted.config)).loss > 0
+
+
 @pytest.mark.parametrize("ids", [None, "a few words", ["a", "b"], [1, 2**70], [[1, 2], [3]], [{}]])
 def test_ids_that_are_no_numbers_are_refused(ids: Any) -> None:
     with pytest.raises(ValueError, match="sample 0: input_ids"):
