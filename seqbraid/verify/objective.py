@@ -56,7 +56,8 @@ def _of_logits(logits_TV: Tensor, sample: dict[str, Any]) -> Tensor:
 def _of_tokens(tokens: LocalTokens) -> Tensor:
     logprobs, entropy = tokens.logprobs_and_entropy(TEMPERATURE)
     advantages = tokens.fields["advantages"] * tokens.labelled
-    by_token = advantages * logprobs + 0.1 * tokens.fields["reward"] * entropy
+    # In float64, where the case is decided in it.
+    by_token = advantages * logprobs + 0.1 * tokens.fields["reward"].to(entropy) * entropy
     count = tokens.sample_sums(tokens.labelled.to(logprobs)).clamp(min=1)
     means = tokens.sample_sums(logprobs) / count
     return by_token.sum() + (tokens.scalars["reward"] * means.square()).sum()
