@@ -292,7 +292,22 @@ class Adapter:
         router = getattr(outputs, "router_logits", None)
         if not router and call is None:  # a stage may have none
             raise ValueError(f"{self.name} has output_router_logits set but gives no router logits")
+        if router and torch.is_grad_enabled() and not router[-1].requires_grad:
+            self._check_routers_learn_nothing(layers)
         return DecoderOutput(hidden, tuple(router or ()), counts, mtp, embeds_1TD)
+
+    def _check_routers_learn_nothing(self, layers: range) -> None:
+        """Of logits without a gradient: whether nothing learns that they follow from."""
+        own = [layer for layer in self.parts.layers if layer.index in layers]
+        last = next(layer for layer in reversed(own) if layer.experts)
+        before = [layer.module for layer in own if layer.index < last.index]
+        learners = [self.parts.embedding, *before, *([] if last.router is None else [last.router])]
+        if any(p.requires_grad for module in learners for p in module.parameters()):
+            raise ValueError(
+                f"the router logits of {self.name} have no gradient, so its router loss would have none: "
+                "gradient checkpointing with use_reentrant=True loses it; pass use_reentrant=False to it, or "
+                "memory=MemoryOptions('full') to parallelize"
+            )
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         """What the decoder starts from: the tokens of this rank."""

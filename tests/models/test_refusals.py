@@ -15,6 +15,7 @@ from seqbraid.models.agreement import config_values
 from seqbraid.models.attention import no_mask
 from seqbraid.models.tiny.decoders import COMMON, tiny_model
 from seqbraid.models.tiny.samples import random_samples
+from tests.helpers import ranks
 
 SAMPLE = [{"input_ids": [1, 2, 3]}]
 
@@ -244,6 +245,32 @@ def test_routers_whose_loss_is_unknown_are_refused_by_name() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"no router_aux_loss_coef.*output_router_logits=False"):
         step(model)
+
+
+@pytest.mark.parametrize("axes", [{}, {"ring": 2}], ids=str)
+def test_a_router_loss_whose_gradient_is_lost_is_refused(axes: dict[str, int]) -> None:
+    """Reentrant checkpoints run their layers without a graph, and hooks see routers in that run."""
+    assert ranks.run(router_loss_beside_checkpoints, 1 + len(axes), axes) == [None] * (1 + len(axes))
+
+
+def router_loss_beside_checkpoints(axes: dict[str, int]) -> None:
+    mesh, stock = sb.Mesh(**axes), tiny_model("qwen3_moe")
+    model = sb.parallelize(stock, mesh)
+    batch = sb.pack(random_samples([20], 97), stock.config, mesh)
+    stock.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="pass use_reentrant=False to it"):
+        model(batch)
+    with torch.no_grad():
+        assert model(batch).aux_loss is not None
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    model(batch).loss.backward()
+    stock.requires_grad_(False)
+    stock.get_output_embeddings().weight.requires_grad_()  # what routers say is given
+    stock.gradient_checkpointing_enable({"use_reentrant": True})
+    assert model(batch).aux_loss is not None
+    stock.requires_grad_()
+    stock.config.output_router_logits = False
+    model(batch).loss.backward()
 
 
 # Words for what used to be an error of torch or Python.
