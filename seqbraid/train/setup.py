@@ -78,7 +78,8 @@ def make_mesh(config: TrainConfig, where: Whereabouts | None = None) -> Mesh:
     mesh = Mesh(**as_dict(config.mesh))
     if mesh.world_size > 1:
         start = config.timeouts.start
-        limit = FOR_EVER if start is None else timedelta(seconds=start)
+        # The watchdog is to be first: it says more.
+        limit = FOR_EVER if start is None else timedelta(seconds=start + 30)
         join_job(limit=limit, tell=partial(setattr, where, "waits_for"))
     return mesh
 
