@@ -2,8 +2,9 @@
 
     python -m tests.train.chaos --trials 20 --kinds step,save,prefetch
 
-A trial is a run of two ranks (ring, in every fourth pipeline stages or data ranks) under `torchrun --max-restarts
-3`, with pictures, a data worker per rank and asynchronous checkpoints. One to three times something is killed at a moment of the trial's kind:
+A trial is a run of two ranks under `torchrun --max-restarts 3`, with pictures, a data worker per rank and
+asynchronous checkpoints. The ranks are a ring; in every fourth trial pipeline stages, in another data ranks.
+One to three times something is killed at a moment of the trial's kind:
 
 - step: a rank, anywhere in a step
 - save: a rank, while a checkpoint is written or published
