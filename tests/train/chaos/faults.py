@@ -64,9 +64,12 @@ def stop_a_worker(job: Job, chance: random.Random, pace: Pace) -> Kill:
         for _ in job.ticks(0.05):
             if not set(ranks) & set(job.ranks()):
                 break
-    except Ended:  # all that it had to do was done
-        return Kill(f"data process of rank {rank}, which nobody needed any more", False, starts=0)
+        over = job.step() >= pace.steps
+    except Ended:
+        over = True
     said = job.output.read_text()
+    if over and named not in said:  # all that it had to do was done
+        return Kill(f"data process of rank {rank}, which nobody needed any more", False, starts=0)
     good = named in said and "the process is stopped (SIGSTOP)" in said
     what = f"data process of rank {rank} stopped after step {job.step()}"
     return Kill(what, True, problem="" if good else f"nobody has said that process {pid} was stopped")
