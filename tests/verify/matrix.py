@@ -1,7 +1,7 @@
 """Random tiny models of every family against stock, and every defect on every one of them.
 
     python -m tests.verify.matrix --models 20 --seeds 5
-    python -m tests.verify.matrix --models 2 --seeds 1 --mesh shared --docs docs/matrix.md
+    python -m tests.verify.matrix --models 2 --seeds 1 --mesh shared stages --docs docs/matrix.md
 
 Each case is one line of the state file; a run that is started again goes on behind the last one. Ends with
 status 1 if a healthy model does not hold or a defect is not caught.
