@@ -77,6 +77,6 @@ def test_a_host_that_is_cut_off_in_a_step_is_named_and_both_hosts_end(
     # Here both reach the folder, and who is first writes.
     said = {"host-0": "rank 2 (host host-1, process ", "host-1": "the job's store at "}
     assert said[ended["host"]] in ended["error"]
-    assert {path.name for path in (out / "hang").glob("stacks-*")} == {
-        f"stacks-rank-{rank}.txt" for rank in range(4)
-    }
+    # Of each host: torchrun ends the others of a host as soon as one has.
+    written = {int(path.stem.rpartition("-")[2]) for path in (out / "hang").glob("stacks-rank-*.txt")}
+    assert written <= {0, 1, 2, 3} and written & {0, 1} and written & {2, 3}
