@@ -43,7 +43,7 @@ demo: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/balance.py
-	$(BIN)/python benchmarks/loss_memory.py
+	$(BIN)/python benchmarks/loss_memory.py --tokens 16384 --hidden 256
 	$(BIN)/python benchmarks/memory_per_rank.py
 
 # Pictures of what users see, into out/screens, to be looked at: terminals through tmux, pages through Chromium
