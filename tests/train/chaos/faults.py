@@ -90,7 +90,12 @@ def lose_a_file(job: Job, chance: random.Random, pace: Pace) -> Kill:
     good = not files or (status != 0 and kept and f"{name} is missing" in said)
     what = f"{name} of {len(files)} checkpoints, status {status}"
     starts = 1 if files else 2  # the attempt itself goes on from what was not yet published
-    return Kill(what, bool(files), starts=starts, problem="" if good else f"it began anew, or did not say why not: {said}")
+    return Kill(
+        what,
+        bool(files),
+        starts=starts,
+        problem="" if good else f"it began anew, or did not say why not: {said}",
+    )
 
 
 def start_twice(job: Job, chance: random.Random, pace: Pace) -> Kill:
