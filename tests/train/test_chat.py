@@ -219,7 +219,7 @@ class Terminal:
         while time.monotonic() < end:
             with suppress(OSError):
                 self.write(key)
-            for _ in range(40):
+            for _ in range(400):  # a second one would end an interpreter that is on its way out
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
                     return os.waitstatus_to_exitcode(status)

@@ -47,9 +47,11 @@ def _ask(
     last = (job.run / "checkpoints" / "last").read_text().strip()
     stopped, reason = job.step(), ended(job.run)
     # The promise is more than for a kill: what is done is saved.
-    saved = last == f"step-{stopped:08d}" and reason == (PREEMPTED, stopped) and status != 0
+    asked = reason == (PREEMPTED, stopped) and status != 0
+    over = reason == ("finished", stopped) and stopped == pace.steps  # it came too late to stop anything
+    saved = last == f"step-{stopped:08d}" and (asked or over)
     what = f"{number.name}, status {status}, {reason}, stopped after step {stopped} with {last}"
-    return Kill(what, saved, problem="" if saved else "it was not saved where it was stopped")
+    return Kill(what, asked, problem="" if saved else "it was not saved where it was stopped")
 
 
 def stop_a_worker(job: Job, chance: random.Random, pace: Pace) -> Kill:
