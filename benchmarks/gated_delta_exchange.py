@@ -17,7 +17,7 @@ from benchmarks.gpu_time import gpu_time
 from seqbraid.layout import SequenceLayout
 from seqbraid.ops.fla_status import fla_missing, fla_wrong
 from seqbraid.ops.gated_delta import make_call
-from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
+from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, choose_method, heads_bytes, states_bytes
 
 QWEN3_5_9B = HeadSizes(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
 
@@ -31,7 +31,7 @@ def print_bytes(ranks: int) -> None:
         for policy in ("contiguous", "zigzag", "balanced"):
             layout = SequenceLayout(lengths, ring=ranks, policy=policy)
             states, heads = (max(f(layout, QWEN3_5_9B, 2)) / 2**20 for f in (states_bytes, heads_bytes))
-            taken = choose(layout, QWEN3_5_9B, 2)
+            taken = choose_method(layout, QWEN3_5_9B, 2)
             print(f"{name:>20} {policy:>10}: states {states:6.1f}, heads {heads:6.1f} -> {taken}")
 
 

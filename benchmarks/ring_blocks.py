@@ -27,8 +27,8 @@ from seqbraid.ops import blocks
 from seqbraid.ops.flash_impl import TORCH, flash_impl
 from seqbraid.ops.kernels import DEFAULT, KernelOptions, Kernels
 from seqbraid.sequence_parallel.plans import RowPlans
-from seqbraid.sequence_parallel.ring import Gradients, Keys, ring_backward, ring_forward
-from seqbraid.sequence_parallel.ring_plan import Message, RingPlan, RingRound
+from seqbraid.sequence_parallel.ring import Keys, RingGradients, ring_backward, ring_forward
+from seqbraid.sequence_parallel.ring_plan import RingMessage, RingPlan, RingRound
 
 TURN_S, TURNS = 0.1, 5
 """Everything that is compared is replayed in turns, so long and so often: at its power limit a GPU changes
@@ -42,7 +42,7 @@ class Times(NamedTuple):
     backward: float
 
 
-def _sent_to(layout: SequenceLayout, source: int, target: int) -> list[Message]:
+def _sent_to(layout: SequenceLayout, source: int, target: int) -> list[RingMessage]:
     rounds = RingPlan.of(layout, source, query_heads=1).rounds  # what is sent depends on them only in when
     return [message for round_ in rounds for message in round_.sent if message.rank == target]
 
@@ -50,7 +50,7 @@ def _sent_to(layout: SequenceLayout, source: int, target: int) -> list[Message]:
 class Here(Keys):
     """Keys that are here already."""
 
-    def __init__(self, received: list[tuple[Tensor, Tensor]], home: Gradients | None = None) -> None:
+    def __init__(self, received: list[tuple[Tensor, Tensor]], home: RingGradients | None = None) -> None:
         self.received = iter(received)
         self.home = home
 
@@ -61,13 +61,13 @@ class Here(Keys):
         """Those of the next round."""
         return next(self.received)
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> RingGradients:
         """Kept here."""
         assert self.home is not None
         return self.home
 
 
-class Kept(Gradients):
+class Kept(RingGradients):
     """Gradients of other ranks' keys, kept instead of sent."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from seqbraid.models.media_tokens import TEXT, audio_tokens, media_config, token_types
-from seqbraid.plan.flops import Media
+from seqbraid.plan.flops import MediaSizes
 
 LONGEST = 1 << 20
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -45,7 +45,7 @@ class Row:
     """The samples of a step."""
 
     samples: list[dict[str, Any]]
-    media: Media = field(default_factory=Media)
+    media: MediaSizes = field(default_factory=MediaSizes)
 
     @property
     def lengths(self) -> list[int]:
@@ -123,7 +123,7 @@ def video_row(config: Any, tokens: int, kind: str) -> Row:
             grid[0] * grid[1] * grid[2], patch, generator=generator
         ).bfloat16(),
     }
-    return Row([sample], Media(grids=[(grid[0], grid[1], grid[2])]))
+    return Row([sample], MediaSizes(grids=[(grid[0], grid[1], grid[2])]))
 
 
 def audio_row(config: Any, tokens: int, kind: str) -> Row:
@@ -139,7 +139,7 @@ def audio_row(config: Any, tokens: int, kind: str) -> Row:
         "feature_attention_mask": torch.ones(count, frames, dtype=torch.long),
     }
     del sample["mm_token_type_ids"]
-    return Row([sample], Media(mel_frames=[frames] * count))
+    return Row([sample], MediaSizes(mel_frames=[frames] * count))
 
 
 def _text(config: Any, length: int, generator: torch.Generator) -> Tensor:

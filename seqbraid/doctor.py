@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .ops.conv import ConvNeed
-from .ops.flash_impl import Kind
+from .ops.flash_impl import AttentionNeed
 from .ops.gated_delta import RuleNeed
 from .ops.grouped_linear import GroupedNeed
 from .ops.table import TABLE
@@ -197,7 +197,7 @@ def _devices() -> list[tuple[torch.device, torch.dtype]]:
 def _kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
     rows = RowsNeed(device, dtype)
     needs: dict[str, Hashable] = {
-        "attention": Kind(device, dtype, 4, 128, False),
+        "attention": AttentionNeed(device, dtype, 4, 128, False),
         "gated_delta": RuleNeed(device, dtype, 128, 128),
         "convolution": ConvNeed(device, dtype, 4),
     } | dict.fromkeys(("merge", "loss", "norm", "rotary", "swiglu"), rows)

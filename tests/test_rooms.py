@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -217,3 +217,53 @@ def test_imports_of_every_form_are_seen(tmp_path: Path) -> None:
     assert [one.target for one in found if one.ours and one.late] == ["data.pack", "data.stream"]
     assert [one.target for one in found if not one.ours] == ["numpy.linalg"]
     assert [room_of(one.target) for one in found if one.late] == ["data", "data/stream"]
+
+
+SAME_ON_PURPOSE = {
+    "BraidedModel": {
+        "models.braided",
+        "models.values",
+    },  # the class, and the protocol that a file below it needs
+    "Trainer": {
+        "train.trainer",
+        "integrations.transformers",
+    },  # of `seqbraid train`, and in place of the stock one
+}
+"""Names that two modules define, by where they may."""
+
+
+def definitions(path: Path) -> Iterator[tuple[str, str]]:
+    """The classes, functions and types that a module defines, each with what it is another name for."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name, ""
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z]+[a-z]\w+", target.id):
+                    yield target.id, ast.unparse(node.value)
+
+
+def named_twice(paths: Iterable[Path], package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Public names of two modules that do not mean the same. Triton kernels are called as those in torch."""
+    found: dict[str, dict[str, str]] = {}
+    for path in paths:
+        for name, value in definitions(path):
+            if not name.startswith("_") and not path.stem.endswith("_triton"):
+                found.setdefault(name, {})[module_of(path, package)] = value
+    return {
+        name: set(where)
+        for name, where in found.items()
+        if len(where) > 1 and (len(set(where.values())) > 1 or "" in where.values())
+    }
+
+
+def test_no_two_modules_give_two_things_one_name() -> None:
+    assert named_twice(PACKAGE.rglob("*.py")) == SAME_ON_PURPOSE
+
+
+def test_a_name_of_two_things_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Cut: ...\nGrid = tuple[int, int]\nRow = int\n_Own = int\n")
+    (tmp_path / "b.py").write_text("class Cut: ...\nGrid = tuple[int, int]\nRow = str\n_Own = str\nMAX = 1\n")
+    (tmp_path / "b_triton.py").write_text("def add(): ...\n")
+    (tmp_path / "c.py").write_text("def add(): ...\nclass Row: ...\n")
+    assert named_twice(tmp_path.glob("*.py"), tmp_path) == {"Cut": {"a", "b"}, "Row": {"a", "b", "c"}}

@@ -22,7 +22,7 @@ SILENT_S = 2.0
 
 
 @dataclass
-class Seen:
+class RankStatus:
     """A rank as it was heard of last."""
 
     host: str
@@ -62,7 +62,7 @@ class Heartbeats:
         self.listening_since: float | None = None
         self.hung = False
         """Whether a rank has said that the run is stuck and ends."""
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, RankStatus] = {}
         self._store: Any = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(STORE_LIMIT)
         self._beat = 0
@@ -134,14 +134,14 @@ class Heartbeats:
             self._hear(rank, json.loads(found))
 
     @staticmethod
-    def of(where: Whereabouts) -> Seen:
+    def of(where: Whereabouts) -> RankStatus:
         """This rank as others would see it now."""
         place, now = where.place, time.monotonic()
         line, waits = line_of(where.thread)
         host, stalled = socket.gethostname(), now - place.since
-        return Seen(host, os.getpid(), place.step, place.doing, stalled, line, waits, 0, now)
+        return RankStatus(host, os.getpid(), place.step, place.doing, stalled, line, waits, 0, now)
 
     def _hear(self, rank: int, found: dict[str, Any]) -> None:
         now, before = time.monotonic(), self.seen.get(rank)
         new = before is None or before.beat != found["beat"]
-        self.seen[rank] = Seen(**{**found, "heard": now if new or before is None else before.heard})
+        self.seen[rank] = RankStatus(**{**found, "heard": now if new or before is None else before.heard})

@@ -40,7 +40,7 @@ class Fields:
         for name, value in fields.items():
             values = _checked(name, value, length)
             where = self._tokens if values.ndim else self._scalars
-            where.setdefault(name, []).append(shifted(values) if values.ndim else values)
+            where.setdefault(name, []).append(shifted_values(values) if values.ndim else values)
         if both := self._tokens.keys() & self._scalars.keys():
             raise ValueError(
                 f"its field {min(both)!r} is one number in some samples of the row and one for each token in "
@@ -57,10 +57,10 @@ class Fields:
         return tokens, {name: torch.stack(parts) for name, parts in self._scalars.items()}
 
 
-def shifted(values: Tensor) -> Tensor:
+def shifted_values(values: Tensor) -> Tensor:
     """What belongs to a label, at the token that is to predict it; 0 at the last, which predicts nothing.
 
-    >>> shifted(torch.tensor([5.0, 6.0, 7.0])).tolist()
+    >>> shifted_values(torch.tensor([5.0, 6.0, 7.0])).tolist()
     [6.0, 7.0, 0.0]
     """
     found = values.roll(-1, 0)

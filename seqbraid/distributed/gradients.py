@@ -6,15 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..mesh import Mesh
 from ..models.braided import BraidedModel
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, the same memory."""
-    return x.to_local() if isinstance(x, DTensor) else x
+from ..models.tensor_parts import own_part
 
 
 @torch.no_grad()
@@ -27,7 +22,7 @@ def gradient_norm(gradients: Sequence[Tensor], mesh: Mesh) -> float:
     device = gradients[0].device if gradients else mesh.device_type  # of a stage that learns nothing
     square = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
-        square += torch.linalg.vector_norm(local(gradient), dtype=torch.float32).double().square()
+        square += torch.linalg.vector_norm(own_part(gradient), dtype=torch.float32).double().square()
     mesh.sum_over_parts(square)
     return float(square.sqrt())
 
@@ -42,7 +37,7 @@ def counted(model: BraidedModel, gradients: Mapping[Tensor, Tensor]) -> list[Ten
 def clip_gradients(gradients: Sequence[Tensor], norm: float, largest: float | None) -> None:
     """Scale the whole gradient down to the largest norm that is allowed."""
     if largest is not None and norm > largest:
-        torch._foreach_mul_([local(gradient) for gradient in gradients], largest / norm)
+        torch._foreach_mul_([own_part(gradient) for gradient in gradients], largest / norm)
 
 
 def clip_grad_norm_(model: BraidedModel, largest: float) -> float:

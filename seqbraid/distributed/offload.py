@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from .gradients import local
+from ..models.tensor_parts import own_part
 
 SMALLEST = 1 << 12
 """Tensors of fewer bytes stay where they are."""
@@ -65,7 +65,7 @@ class _LayerInHost(LayerMemory):
     def __init__(self, host: HostMemory, layer: nn.Module, before: _LayerInHost | None) -> None:
         self.host = host
         # Those of the layer are there in the backward anyway, or are gathered for it.
-        held = (local(p.detach()) for p in layer.parameters(recurse=True))
+        held = (own_part(p.detach()) for p in layer.parameters(recurse=True))
         self.parameters = {x.untyped_storage().data_ptr() for x in held}
         self.before = None if before is None else ref(before)
         self.saved: WeakValueDictionary[tuple[Any, ...], _Saved] = WeakValueDictionary()

@@ -26,7 +26,7 @@ from ..models.dropout import is_active
 from ..models.head import forward_replaced
 from ..models.running import running_step
 from ..models.tensor import vocabulary_rows
-from ..models.tensor_parts import Adapted, Chosen, Cut, Region, own_part
+from ..models.tensor_parts import Adapted, Chosen, Region, ShardedWeight, own_part
 from .tiled_mlp import TiledMLP
 
 
@@ -61,7 +61,7 @@ def share_matrices(model: BraidedModel) -> None:
             model.until_release(forward_replaced(region.module, _Region(region, group, forward)))
 
 
-def _cut(parameter: nn.Parameter, cut: Cut, axis: DeviceMesh) -> nn.Parameter:
+def _cut(parameter: nn.Parameter, cut: ShardedWeight, axis: DeviceMesh) -> nn.Parameter:
     # A vector beside a matrix that is cut by columns belongs to no channel: it is cut evenly as well.
     dim = cut.dim if parameter.ndim > 1 else 0
     part = distribute_tensor(parameter.detach(), axis, [Shard(dim)], src_data_rank=None)
@@ -115,7 +115,7 @@ def _in_place_of(chosen: list[Chosen]) -> Iterator[None]:
 class _CutLinear:
     """Stands in for the forward of a linear layer that is cut."""
 
-    def __init__(self, cut: Cut, group: Group) -> None:
+    def __init__(self, cut: ShardedWeight, group: Group) -> None:
         self.module: Any = cut.module
         self.by_columns, self.group = cut.dim == 1, group
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..comm.group import Group
-from .gradients import local
+from ..models.tensor_parts import own_part
 
 NAME = "tied gradient"
 """Under which `Group.sent` counts the bytes."""
@@ -46,7 +46,7 @@ class TiedCopy:
         if parameter.grad is None:
             return
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        own = local(parameter.grad).to(wide)
+        own = own_part(parameter.grad).to(wide)
         self._sum = own if self._sum is None else self._sum.add_(own)
         parameter.grad = None
 
@@ -56,9 +56,9 @@ class TiedCopy:
         if not parameter.requires_grad:
             return
         wide = torch.promote_types(parameter.dtype, torch.float32)
-        own = torch.zeros_like(local(parameter), dtype=wide) if self._sum is None else self._sum
+        own = torch.zeros_like(own_part(parameter), dtype=wide) if self._sum is None else self._sum
         other = torch.empty_like(own)
         self.group.exchange([(self.peer, own)], [(self.peer, other)], NAME).wait()
         gradient = torch.zeros_like(parameter) if self._before is None else self._before
-        local(gradient).add_((own + other).to(parameter.dtype))
+        own_part(gradient).add_((own + other).to(parameter.dtype))
         parameter.grad, self._before, self._sum = gradient, None, None

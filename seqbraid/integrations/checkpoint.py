@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..comm.consensus import raised_by_all
-from ..distributed.gradients import local
 from ..models.braided import BraidedModel
+from ..models.tensor_parts import own_part
 from ..train.checkpoint.checkpoints import Checkpoints
 from ..train.lora import has_lora, save_adapter
 
@@ -58,14 +58,14 @@ def frozen_weights(model: BraidedModel) -> str:
     """What identifies the weights that are not trained, on any mesh: sums of bits, which no order rounds."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     frozen = [(name, p) for name, p in model.model.named_parameters() if not p.requires_grad]
-    bits = [local(p).contiguous().view(sizes[p.dtype.itemsize]) for _, p in frozen]
+    bits = [own_part(p).contiguous().view(sizes[p.dtype.itemsize]) for _, p in frozen]
     sums = [x.sum(dtype=torch.int64) for x in bits]
     total = model.mesh.sum_over_parts(torch.stack(sums)) if sums else torch.zeros(0)
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in frozen]
     return f"{zlib.crc32(repr((shapes, total.tolist())).encode()):08x}"
 
 
-def save_stock(model: BraidedModel, folder: Path, beside: Callable[[Path], None]) -> None:
+def save_weights(model: BraidedModel, folder: Path, beside: Callable[[Path], None]) -> None:
     """Write what stock `from_pretrained` loads, or an adapter; then the first rank writes `beside`."""
     mesh = model.mesh
     with raised_by_all(mesh.cpu_group):

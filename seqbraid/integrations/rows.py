@@ -14,7 +14,7 @@ from ..data.stream.order import SampleOrder
 from ..layout.streaming import StreamingPacker
 from ..mesh import Mesh
 
-Row = tuple[int, ...]
+RowItems = tuple[int, ...]
 """The numbers of its items."""
 
 
@@ -68,7 +68,7 @@ class RowSampler:
     def __len__(self) -> int:
         return self._len
 
-    def __iter__(self) -> Iterator[list[Row]]:
+    def __iter__(self) -> Iterator[list[RowItems]]:
         rows, count = self.rows_of_epoch(), self.settings.rows
         stride = count * self.mesh.data_world_size
         for number in range(self._len):
@@ -76,7 +76,7 @@ class RowSampler:
             own = rows[start : start + count]
             yield own + [()] * (count - len(own))
 
-    def rows_of_epoch(self) -> list[Row]:
+    def rows_of_epoch(self) -> list[RowItems]:
         """The rows of all ranks."""
         if self._packed is not None:
             if not self.settings.shuffle or not self.epoch:
@@ -89,7 +89,7 @@ class RowSampler:
             items = items[: len(items) // size * size]
         return [tuple(items[start : start + size]) for start in range(0, len(items), size)]
 
-    def _pack(self, row_tokens: int, lengths: Sequence[int]) -> list[Row]:
+    def _pack(self, row_tokens: int, lengths: Sequence[int]) -> list[RowItems]:
         """In the first epoch the rows are those of `seqbraid train`; later ones have them in another order,
         so that all have as many.
         """
@@ -112,7 +112,7 @@ class Numbers(Dataset[Any]):
     def __len__(self) -> int:
         return self.num_items
 
-    def __getitem__(self, row: Row) -> Row:
+    def __getitem__(self, row: RowItems) -> RowItems:
         return row
 
 

@@ -32,7 +32,7 @@ from ..train.batches import COUNTS, StepMaker
 from ..train.seeds import drawn_seed
 from .arguments import check_arguments, without_stock_checkpointing
 from .braiding import OWN, Braiding
-from .checkpoint import ShardedState, read_beside, save_beside, save_stock
+from .checkpoint import ShardedState, read_beside, save_beside, save_weights
 from .evaluation import run_through
 from .optimizer import gradients_by_parameter, partwise, stock_optimizer
 from .rows import Dealt, Numbers, RowSampler, RowSettings, lengths_of, set_epoch
@@ -333,7 +333,7 @@ class Trainer(transformers.Trainer):
         """A stock checkpoint, or peft's, and tokenizer or processor beside it; all ranks call it."""
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
-        save_stock(self.braided, folder, lambda path: save_beside(path, processor, self.args))
+        save_weights(self.braided, folder, lambda path: save_beside(path, processor, self.args))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

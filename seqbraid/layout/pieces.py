@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Cut(NamedTuple):
+class Partition(NamedTuple):
     """What a policy decides: who shares which sequence, and who keeps which whole."""
 
     padded_lengths: tuple[int, ...]
@@ -35,7 +35,7 @@ class Cut(NamedTuple):
     """Per rank: the sequences that live there whole, after its slice."""
 
 
-def cut_contiguous(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
+def cut_contiguous(lengths: Sequence[int], ring: int, ulysses: int) -> Partition:
     """The row cut into equal pieces, in row order."""
     num_ranks = ring * ulysses
     per_rank = align(sum(lengths), num_ranks) // num_ranks
@@ -52,7 +52,7 @@ def cut_contiguous(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
     return _all_shared(tuple(lengths), shared, [per_ring_rank] * ring, ulysses)
 
 
-def cut_zigzag(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
+def cut_zigzag(lengths: Sequence[int], ring: int, ulysses: int) -> Partition:
     """Each sequence cut into `2·ring` equal chunks; ring rank r takes chunks r and `2·ring−1−r`."""
     padded = tuple(align(length, sequence_multiple(ring)) for length in lengths)
     shared: list[list[Piece]] = [[] for _ in range(ring)]
@@ -68,7 +68,7 @@ def cut_zigzag(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
     return _all_shared(padded, shared, sizes, ulysses)
 
 
-def cut_balanced(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
+def cut_balanced(lengths: Sequence[int], ring: int, ulysses: int) -> Partition:
     """Short sequences whole on one rank, long ones cut zigzag over as few ring ranks as level
     tokens and cost.
     """
@@ -82,17 +82,17 @@ def cut_balanced(lengths: Sequence[int], ring: int, ulysses: int) -> Cut:
     # Long ones first on every rank: those that get a kernel call of their own lie apart from those that share
     # one.
     whole = tuple(tuple(i for i in longest_first if i in items) for items in map(set, plan.whole))
-    return Cut(tuple(lengths), tuple(map(tuple, shared)), slices, whole)
+    return Partition(tuple(lengths), tuple(map(tuple, shared)), slices, whole)
 
 
 def _all_shared(
     padded: tuple[int, ...], shared: list[list[Piece]], sizes: Sequence[int], ulysses: int
-) -> Cut:
+) -> Partition:
     slices = tuple((size // ulysses,) * ulysses for size in sizes)
-    return Cut(padded, tuple(map(tuple, shared)), slices, ((),) * (len(shared) * ulysses))
+    return Partition(padded, tuple(map(tuple, shared)), slices, ((),) * (len(shared) * ulysses))
 
 
 Policy = Literal["balanced", "zigzag", "contiguous"]
-POLICIES: dict[str, Callable[[Sequence[int], int, int], Cut]] = dict(
+POLICIES: dict[str, Callable[[Sequence[int], int, int], Partition]] = dict(
     zip(get_args(Policy), (cut_balanced, cut_zigzag, cut_contiguous), strict=True)
 )

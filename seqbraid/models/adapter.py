@@ -24,7 +24,7 @@ from .expert_check import check_experts, refuse_adapted_experts
 from .experts import BraidedExperts, are_experts, braid_experts, count_of_all
 from .fused import fuse_parts
 from .gated_delta import braid_gated_delta, unbraid_gated_delta
-from .head import check_nothing_around, check_plain
+from .head import check_nothing_around, check_plain_head
 from .mixers import gated_delta_sizes, local_heads
 from .mtp_module import NAME as MTP
 from .mtp_step import MtpOutput, run_mtp
@@ -201,7 +201,7 @@ class Adapter:
                 "parallelize again"
             )
         if isinstance(self.head, nn.Linear):  # else another stage has it
-            check_plain(self.head, self.name)
+            check_plain_head(self.head, self.name)
         check_embeddings(self._embeddings, self.name)
         if self.is_training:
             text = (module for _, module in self._text_modules())

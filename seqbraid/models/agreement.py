@@ -81,7 +81,15 @@ def agree_on_step(
         samples = sum(batch.num_labelled for batch in batches)
         weighted = any(batch.weight_sum is not None for batch in batches)
         weight = sum(b.label_tokens if b.weight_sum is None else b.weight_sum for b in batches)
-        own = [fingerprint(batches), stage_mark, int(flag), int(weighted), _as_int(weight), labels, samples]
+        own = [
+            step_fingerprint(batches),
+            stage_mark,
+            int(flag),
+            int(weighted),
+            _as_int(weight),
+            labels,
+            samples,
+        ]
         own += counts.values()
         same |= {"the number of micro-batches": len(batches), "the keys of the step's counts": list(counts)}
     found = agree(mesh.cpu_group, error, own, same)
@@ -120,7 +128,7 @@ def _as_float(bits: int) -> float:
     return float(number)
 
 
-def fingerprint(batches: Sequence[PackedBatch]) -> int:
+def step_fingerprint(batches: Sequence[PackedBatch]) -> int:
     """Of all rows of a step and their layouts."""
     if len(batches) == 1:
         return batches[0].fingerprint

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import silu
 
 from ..comm.dispatch import Dispatch, ExpertRows
@@ -20,6 +19,7 @@ from ..ops.kernels import KernelOptions, Kernels
 from ..ops.swiglu import SWIGLU, fused_swiglu
 from ..ops.triton_status import RowsNeed
 from . import recognise
+from .tensor_parts import own_part
 
 SIZES = (
     *("num_experts", "num_local_experts", "n_routed_experts"),
@@ -65,7 +65,7 @@ def expert_kind(module: nn.Module) -> ExpertKind | None:
 
 def run_experts(module: Any, kind: ExpertKind, x_PD: Tensor, rows: ExpertRows, kernels: Kernels) -> Tensor:
     """What this rank's experts make of their rows, before it is weighted."""
-    weights = [local(module._parameters[name]) for name in kind.parameters]
+    weights = [own_part(module._parameters[name]) for name in kind.parameters]
 
     def projection(x: Tensor, number: int) -> Tensor:
         out = grouped_linear(
@@ -87,11 +87,6 @@ def weighted_sum(y_SD: Tensor, weights_TK: Tensor, dtype: torch.dtype) -> Tensor
     tokens, picks = weights_TK.shape
     y_TKD = y_SD.view(tokens, picks, y_SD.shape[-1])
     return (y_TKD * weights_TK[..., None]).sum(1).to(dtype)
-
-
-def local(parameter: Any) -> Tensor:
-    """This rank's experts, of a parameter that lies over ranks."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _small(module: nn.Module, kind: ExpertKind) -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.kernels import Kernels, Op
-from ..ops.plain_rows import Norm, Turn, plain_rows
+from ..ops.plain_rows import Norm, Rotation, plain_rows
 from ..ops.rows import NORM, ROTARY, fused_rows
 from ..ops.swiglu import SWIGLU, fused_swiglu
 from ..ops.triton_status import RowsNeed
@@ -164,7 +164,7 @@ def _rotate(
     plain = not args and not kwargs and all(x.ndim == 4 and x.shape[0] == 1 for x in (q, k))
     fits = plain and _turns(kind, q, k, cos, sin) and call.takes(ROTARY, q)
     if fits:
-        turn = Turn(cos[0], sin[0])
+        turn = Rotation(cos[0], sin[0])
         pairs = zip((q, k), norms, strict=True)
         out = [call.rows(x.squeeze(0).transpose(0, 1), norm, turn) for x, norm in pairs]
         return tuple(x.transpose(0, 1)[None] for x in out)

@@ -25,11 +25,11 @@ def find_head(model: PreTrainedModel) -> nn.Linear:
             f"{type(model).__name__} has no linear language-model head (found {type(head).__name__}); load "
             "the model with its ForCausalLM class"
         )
-    check_plain(head, type(model).__name__)
+    check_plain_head(head, type(model).__name__)
     return head
 
 
-def check_plain(head: nn.Linear, name: str) -> None:
+def check_plain_head(head: nn.Linear, name: str) -> None:
     """The loss reads the head's weight: whatever else its call would do is not seen."""
     own = type(head).forward is not nn.Linear.forward or "forward" in vars(head)
     if "weight" not in head._parameters:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..sequence_parallel.context import StepContext
-from ..sequence_parallel.shift import shifted
+from ..sequence_parallel.shift import shifted_rows
 from .attention import no_mask
 from .running import running
 
@@ -108,7 +108,7 @@ class MtpModule(nn.Module):
         Gives the hidden states, and the context that the layer of each depth ran in.
         """
         plan = context.row.shift(self.options.depth, hidden_TD.device)
-        embeds_KTD = shifted(embeds_TD, plan, context.row_group, "mtp embeddings")
+        embeds_KTD = shifted_rows(embeds_TD, plan, context.row_group, "mtp embeddings")
         found: list[Tensor] = []
         logits: list[Tensor] = []
         contexts: list[StepContext] = []

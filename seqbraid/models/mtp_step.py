@@ -17,7 +17,7 @@ from ..comm.group import Group
 from ..layout.labels import IGNORE
 from ..sequence_parallel.context import StepContext
 from ..sequence_parallel.plans import RowPlans
-from ..sequence_parallel.shift import shifted
+from ..sequence_parallel.shift import shifted_rows
 from .batch import PackedBatch
 from .experts import BraidedExperts, count_of_all
 from .parts import ModelParts
@@ -116,7 +116,7 @@ def accepted(
         group: the ranks that share the row's tokens.
     """
     share = plans.share
-    ahead_KT = shifted(best_T[share], plans.shift(len(best_KT), best_T.device), group, "mtp predictions")
+    ahead_KT = shifted_rows(best_T[share], plans.shift(len(best_KT), best_T.device), group, "mtp predictions")
     pairs = zip(ahead_KT, best_KT, targets_KT, strict=True)
     return torch.stack(
         [

@@ -32,7 +32,7 @@ from .media_tokens import (
     token_grids,
 )
 
-Floats = NDArray[np.float32]
+Floats32 = NDArray[np.float32]
 ONE = np.float32(1)
 
 
@@ -101,7 +101,7 @@ class _Row:
     def text(self, length: int) -> None:
         self.block(_count(length) + self.next_position, self.next_position + np.float32(length))
 
-    def block(self, block_3N: Floats, next_position: np.float32) -> None:
+    def block(self, block_3N: Floats32, next_position: np.float32) -> None:
         stop = self.filled + block_3N.shape[-1]
         self.positions_3T[:, self.filled : stop] = block_3N
         self.filled, self.next_position = stop, next_position
@@ -110,7 +110,7 @@ class _Row:
 class _Items:
     """The media of a sample, taken in the order of their tokens."""
 
-    def __init__(self, images: Ints, videos: Ints, clips: Ints, seconds: Floats, config: Any) -> None:
+    def __init__(self, images: Ints, videos: Ints, clips: Ints, seconds: Floats32, config: Any) -> None:
         if seconds.shape != (len(videos),) or not (np.isfinite(seconds) & (seconds > 0)).all():
             raise ValueError(
                 f"second_per_grid_ts is {seconds.tolist()} for {len(videos)} videos; give one number of "
@@ -124,7 +124,7 @@ class _Items:
         self.rate = config.position_id_per_seconds
         self.config = config
 
-    def next_block(self, types_N: Ints, start: np.float32, token: int) -> tuple[Floats, np.float32]:
+    def next_block(self, types_N: Ints, start: np.float32, token: int) -> tuple[Floats32, np.float32]:
         """Positions of the next item, and where the text after it starts."""
         found = np.bincount(types_N, minlength=len(KINDS)).tolist()
         if not found[AUDIO]:
@@ -146,7 +146,7 @@ class _Items:
                     f"given, found the tokens of {self.used[kind]}"
                 )
 
-    def _grid(self, kind: int, found: list[int], start: np.float32, token: int) -> Floats:
+    def _grid(self, kind: int, found: list[int], start: np.float32, token: int) -> Floats32:
         number, grid = self._take(kind, found, token)
         frames, height, width = grid.tolist()
         self._check_count(kind, number, frames * height * width, found, token, f"{times(grid)} tokens")
@@ -158,7 +158,7 @@ class _Items:
         block[2] = _count(width)
         return block.reshape(3, -1) + start
 
-    def _audio(self, found: list[int], start: np.float32, token: int) -> Floats:
+    def _audio(self, found: list[int], start: np.float32, token: int) -> Floats32:
         number, frames = self._take(AUDIO, found, token)
         expected = audio_tokens(int(frames), self.config)
         self._check_count(AUDIO, number, expected, found, token, f"{frames} mel frames")
@@ -183,7 +183,7 @@ class _Items:
                 f"{found[kind]} at token {token}"
             )
 
-    def _check_order(self, types_N: Ints, video_3N: Floats, audio_N: Floats) -> None:
+    def _check_order(self, types_N: Ints, video_3N: Floats32, audio_N: Floats32) -> None:
         """The processor orders the placeholders by time with a setting of its own; where that is another than
         the config's, the stock model gives sound the positions of frames."""
         times_N = np.empty(len(types_N), np.float32)
@@ -198,7 +198,7 @@ class _Items:
             )
 
 
-def _by_time(video_3N: Floats, audio_N: Floats) -> tuple[Floats, np.float32]:
+def _by_time(video_3N: Floats32, audio_N: Floats32) -> tuple[Floats32, np.float32]:
     """Merge a video and its sound by time, the video first where they meet.
 
     What follows starts after the part that lasts longer, as in the stock model: height and width of the
@@ -242,7 +242,7 @@ def _opening(ids_T: Ints, start: int, types_N: Ints, audio_in_video: bool, confi
     return 1
 
 
-def _count(length: int) -> Floats:
+def _count(length: int) -> Floats32:
     return np.arange(length, dtype=np.float32)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.plain_rows import Norm, Turn, plain_rows
+from ..ops.plain_rows import Norm, Rotation, plain_rows
 from ..ops.rows import WIDEST
 from ..ops.swiglu import plain_swiglu
 
@@ -89,7 +89,7 @@ def rotary_kind(function: Callable[..., Any]) -> RotaryKind:
     def turns(width: int) -> bool:
         # Nothing takes the two halves of an angle to be the same.
         cos, sin = random_numbers(random, 2, 1, 3, width)
-        wanted = [plain_rows(x[0].transpose(0, 1), None, Turn(cos[0], sin[0])) for x in (q, k)]
+        wanted = [plain_rows(x[0].transpose(0, 1), None, Rotation(cos[0], sin[0])) for x in (q, k)]
         return agrees(
             lambda: _rows_of(function(q, k, cos, sin)), torch.cat([x.flatten(1) for x in wanted], 1)
         )

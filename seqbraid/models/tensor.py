@@ -2,7 +2,7 @@
 
 A mixer or MLP is given all tokens of the ranks and works with its own heads or channels; between them a rank
 has its own tokens. Nothing is computed by two ranks:
-- matrices are cut by heads, channels or tokens of the vocabulary (`Cut`);
+- matrices are cut by heads, channels or tokens of the vocabulary (`ShardedWeight`);
 - what a rank uses some rows of, without the cut being even (key heads for several ranks, rows that lie in
   sections), is whole when it is gathered, as all is that works on a rank's own tokens or heads: norms,
   routers, experts, towers, LoRA (`Chosen`). The ranks' gradients of those add up to the whole one.
@@ -22,7 +22,7 @@ from torch import nn
 from ..mesh import Mesh
 from .lora import lora_of
 from .parts import ModelParts
-from .tensor_parts import Cut, Region
+from .tensor_parts import Region, ShardedWeight
 from .tensor_probe import parts_make_the_whole
 from .tensor_regions import regions_of
 
@@ -34,8 +34,8 @@ class TensorPlan:
     size: int
     vocabulary: int
     """All tokens of it."""
-    embedding: Cut
-    head: Cut
+    embedding: ShardedWeight
+    head: ShardedWeight
     regions: tuple[tuple[Region, ...], ...]
     """Of each layer."""
 
@@ -60,7 +60,9 @@ class TensorPlan:
         if is_tried:
             _check_parts(parts, size)
         layers = tuple(tuple(regions_of(parts, layer, size, rank)) for layer in parts.every_layer)
-        plan = TensorPlan(size, vocabulary, Cut(parts.embedding, 0), Cut(parts.head, 0), layers)
+        plan = TensorPlan(
+            size, vocabulary, ShardedWeight(parts.embedding, 0), ShardedWeight(parts.head, 0), layers
+        )
         plan._check_shared(parts)
         return plan
 
@@ -75,7 +77,7 @@ class TensorPlan:
         return replace(self, embedding=embedding, head=head, regions=regions)
 
     @property
-    def cuts(self) -> Iterator[Cut]:
+    def cuts(self) -> Iterator[ShardedWeight]:
         """All of them, a tied weight twice."""
         yield self.embedding
         yield self.head

@@ -13,7 +13,7 @@ from .lora import Lora
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class ShardedWeight:
     """A layer whose weight the ranks share by rows or by columns, evenly but for the last."""
 
     module: nn.Module
@@ -63,7 +63,7 @@ class Region:
     name: str
     """How its sharding unit is called beside its layer's."""
     module: nn.Module
-    cuts: tuple[Cut, ...]
+    cuts: tuple[ShardedWeight, ...]
     chosen: tuple[Chosen, ...] = ()
     attributes: tuple[tuple[str, int], ...] = ()
     """Numbers of heads that the stock forward reads, as they are on this rank."""
@@ -79,5 +79,5 @@ class Region:
 
 
 def own_part(x: Any) -> Any:
-    """This rank's part of what is cut; anything else as it is."""
+    """This rank's part of what lies over ranks, the same memory; anything else as it is."""
     return x.to_local() if isinstance(x, DTensor) else x

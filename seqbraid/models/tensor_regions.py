@@ -16,7 +16,7 @@ from .head import has_hooks
 from .lora import linear_below, lora_of
 from .mixers import OUT, GatedDeltaSizes, SoftmaxSizes, gated_delta_sizes, local_heads
 from .parts import MLPS, LayerParts, ModelParts, is_norm
-from .tensor_parts import Adapted, Chosen, Cut, Region
+from .tensor_parts import Adapted, Chosen, Region, ShardedWeight
 
 QUERIES, KEYS, VALUES = "q_proj", "k_proj", "v_proj"
 
@@ -66,12 +66,12 @@ def _attention(layer: LayerParts, heads: SoftmaxSizes, where: str, size: int, ra
             f"{values.out_features} channels, which are no {heads.num_queries} query and {heads.num_keys} "
             "key heads; use tp=1"
         )
-    cuts = [Cut(queries, 0), Cut(_check_bias(_linear(mixer, out, where), size, where), 1)]
+    cuts = [ShardedWeight(queries, 0), ShardedWeight(_check_bias(_linear(mixer, out, where), size, where), 1)]
     chosen: list[Chosen] = []
     plan = ulysses.SoftmaxHeads(heads.num_queries, heads.num_keys, size)
     used = plan.kv_of_query(rank)
     if heads.num_keys % size == 0:
-        cuts += [Cut(keys, 0), Cut(values, 0)]
+        cuts += [ShardedWeight(keys, 0), ShardedWeight(values, 0)]
     else:
         mine = plan.kv_heads(rank)
         for linear, width in ((keys, heads.key_size), (values, heads.value_size)):
@@ -85,7 +85,7 @@ def _attention(layer: LayerParts, heads: SoftmaxSizes, where: str, size: int, ra
         and linear.in_features == queries.in_features
         and linear.out_features % heads.num_queries == 0
     ]  # gates of heads or of their channels
-    cuts += [Cut(other, 0) for other in others]
+    cuts += [ShardedWeight(other, 0) for other in others]
     if "sinks" in dict(mixer.named_parameters(recurse=False)):
         chosen.append(Chosen(mixer, "sinks", (plan.query_heads(rank),)))
     _check_mixer(mixer, cuts, chosen, (heads.key_size, heads.value_size), f"attention of {where}", size)
@@ -101,17 +101,17 @@ def _attention(layer: LayerParts, heads: SoftmaxSizes, where: str, size: int, ra
 def _gated_delta(mixer: Any, where: str, size: int, rank: int) -> Region:
     sizes = gated_delta_sizes(mixer)
     _check_divides(sizes.num_keys, size, "key heads of gated delta", where)
-    cuts = [Cut(_linear(mixer, "out_proj", where), 1)]
+    cuts = [ShardedWeight(_linear(mixer, "out_proj", where), 1)]
     chosen: list[Chosen] = []
     keys = _part(sizes.num_keys, size, rank)
     heads = _part(sizes.num_values, size, rank)
     if hasattr(mixer, "in_proj_qkv"):
-        cuts.append(Cut(_linear(mixer, "in_proj_z", where), 0))
+        cuts.append(ShardedWeight(_linear(mixer, "in_proj_z", where), 0))
         chosen += _rows_of(_linear(mixer, "in_proj_qkv", where), _sections(sizes, size, rank))
         for name in ("in_proj_b", "in_proj_a"):
             chosen += _rows_of(_linear(mixer, name, where), (heads,))
     else:
-        cuts.append(Cut(_linear(mixer, "in_proj_qkvz", where), 0))
+        cuts.append(ShardedWeight(_linear(mixer, "in_proj_qkvz", where), 0))
         per_key = 2 * sizes.num_values // sizes.num_keys
         rows = (slice(keys.start * per_key, keys.stop * per_key),)
         chosen += _rows_of(_linear(mixer, "in_proj_ba", where), rows)
@@ -152,7 +152,7 @@ def _mlp(module: Any, name: str, where: str, size: int, rank: int) -> Region:
             f"tp={size} does not know; use tp=1"
         )
     *into, out = (_linear(module, part, where) for part in names)
-    cuts = (*(Cut(linear, 0) for linear in into), Cut(out, 1))
+    cuts = (*(ShardedWeight(linear, 0) for linear in into), ShardedWeight(out, 1))
     _check_divides(out.in_features, size, "channels of the MLP", where)
     _check_bias(out, size, where)
     for parameter, p in _unknown(module, cuts):
@@ -190,7 +190,12 @@ def _adapted(region: Region, size: int, rank: int) -> Iterator[Adapted]:
 
 
 def _check_mixer(
-    mixer: Any, cuts: Iterable[Cut], chosen: Iterable[Chosen], widths: tuple[int, ...], what: str, size: int
+    mixer: Any,
+    cuts: Iterable[ShardedWeight],
+    chosen: Iterable[Chosen],
+    widths: tuple[int, ...],
+    what: str,
+    size: int,
 ) -> None:
     """Beside what is shared out there may be norms of a head, which are the same for all heads."""
     alike = {id(p) for norm in mixer.children() if is_norm(norm) for p in norm.parameters()}
@@ -203,7 +208,7 @@ def _check_mixer(
 
 
 def _unknown(
-    module: nn.Module, cuts: Iterable[Cut], chosen: Iterable[Chosen] = ()
+    module: nn.Module, cuts: Iterable[ShardedWeight], chosen: Iterable[Chosen] = ()
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """What there is beside what is shared out, and beside adapters of that."""
     known = {id(p) for cut in cuts for p in cut.module.parameters()}

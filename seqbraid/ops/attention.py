@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .blocks import BlockPlan, gaps, num_rows
 from .kernels import DEFAULT, Kernels
-from .merge import Rows, add_rows, merge_rows
+from .merge import RowIndex, add_rows, merge_rows
 from .streams import Calls, take_turns
 
 
@@ -174,15 +174,15 @@ class _Whole:
     unless calls are `apart`, on streams and memory of their own.
     """
 
-    def __init__(self, like: Tensor, rows: list[Rows], apart: bool) -> None:
+    def __init__(self, like: Tensor, rows: list[RowIndex], apart: bool) -> None:
         has_all = len(rows) == 1 and isinstance(rows[0], slice) and num_rows(rows[0]) == len(like)
         self.tensor = None if has_all and not apart else like.new_empty(like.shape)
 
-    def place(self, rows: Rows) -> Tensor | None:
+    def place(self, rows: RowIndex) -> Tensor | None:
         """Where a call may write its rows."""
         return self.tensor[rows] if self.tensor is not None and isinstance(rows, slice) else None
 
-    def put(self, rows: Rows, part: Tensor) -> None:
+    def put(self, rows: RowIndex, part: Tensor) -> None:
         """What a call gave for its rows."""
         place = self.place(rows)
         if self.tensor is None:
@@ -207,7 +207,7 @@ class _Sum:
         self.like, self.apart = like, apart
         self.total: Tensor | None = None
 
-    def put(self, rows: Rows, part: Tensor) -> None:
+    def put(self, rows: RowIndex, part: Tensor) -> None:
         """Add what a call gave for its rows."""
         if self.total is None and isinstance(rows, slice) and len(part) == len(self.like):
             self.total = part.clone() if self.apart else part
@@ -224,7 +224,7 @@ class _Sum:
         return torch.zeros_like(self.like) if self.total is None else self.total
 
 
-def _place(whole: _Whole | _Sum | None, rows: Rows) -> Tensor | None:
+def _place(whole: _Whole | _Sum | None, rows: RowIndex) -> Tensor | None:
     """Where a call may write its rows: it does not add."""
     return whole.place(rows) if isinstance(whole, _Whole) else None
 

@@ -30,7 +30,7 @@ from .attention_kernels import (
 )
 from .flash_impl import TORCH, FlashImpl, flash_impl
 from .kernels import DEFAULT, Kernels
-from .merge import Rows
+from .merge import RowIndex
 
 
 def rounded(rows: int) -> int:
@@ -74,8 +74,8 @@ class DenseGroup(NamedTuple):
     """Blocks of one shape, stacked."""
 
     num_blocks: int
-    q_rows: Rows
-    k_rows: Rows
+    q_rows: RowIndex
+    k_rows: RowIndex
     shape: DenseShape
     is_round: bool = False
     """Whether a single block is made longer, to a round shape, by the rows that happen to lie behind it: no
@@ -122,10 +122,10 @@ class DenseGroup(NamedTuple):
         dq, dk, dv = dense_backward(dout, q, k, v, out, lse, self.shape, scale)
         return self._unstack(dq, self.q_rows), self._unstack(dk, self.k_rows), self._unstack(dv, self.k_rows)
 
-    def _num_rows(self, rows: Rows) -> int:
+    def _num_rows(self, rows: RowIndex) -> int:
         return num_rows(rows) // self.num_blocks
 
-    def _stack(self, x_THD: Tensor, rows: Rows) -> Tensor:
+    def _stack(self, x_THD: Tensor, rows: RowIndex) -> Tensor:
         """`[T, H, D]` to `[B, H, rows, D]`."""
         if not self.is_round:
             stacked: Tensor = x_THD[rows].unflatten(0, (self.num_blocks, -1))
@@ -135,15 +135,15 @@ class DenseGroup(NamedTuple):
         missing = rounded(rows.stop - rows.start) - len(filled)
         return (F.pad(filled, (0, 0, 0, 0, 0, missing)) if missing else filled)[None].transpose(1, 2)
 
-    def _unstack(self, x_BHSD: Tensor, rows: Rows) -> Tensor:
+    def _unstack(self, x_BHSD: Tensor, rows: RowIndex) -> Tensor:
         return x_BHSD[:, :, : self._num_rows(rows)].transpose(1, 2).flatten(0, 1)
 
 
 class VarlenGroup(NamedTuple):
     """Blocks of any shapes, one behind the other."""
 
-    q_rows: Rows
-    k_rows: Rows
+    q_rows: RowIndex
+    k_rows: RowIndex
     shape: VarlenShape
     impl: FlashImpl
 
@@ -179,7 +179,7 @@ class VarlenGroup(NamedTuple):
         return self.impl.backward(dout, q, k, v, out, lse, self.shape, scale, *places)
 
 
-def num_rows(rows: Rows) -> int:
+def num_rows(rows: RowIndex) -> int:
     """How many rows are selected."""
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
@@ -194,7 +194,7 @@ def gaps(ranges: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]
     return found
 
 
-def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> Rows:
+def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> RowIndex:
     if all(start == stop for (_, stop), (start, _) in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])
     return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)

@@ -53,7 +53,7 @@ def names_flash_impl(attn_implementation: str | None) -> bool:
     )
 
 
-class Kind(NamedTuple):
+class AttentionNeed(NamedTuple):
     """What a kernel is made for; each is looked at by itself."""
 
     device: torch.device
@@ -71,7 +71,9 @@ class Kind(NamedTuple):
 
 def flash_impl(q_THD: Tensor, k_SGD: Tensor, windowed: bool, kernels: Kernels) -> FlashImpl:
     """What computes blocks of these heads, after a look at its results."""
-    kind = Kind(q_THD.device, q_THD.dtype, q_THD.shape[1] // k_SGD.shape[1], q_THD.shape[2], windowed)
+    kind = AttentionNeed(
+        q_THD.device, q_THD.dtype, q_THD.shape[1] // k_SGD.shape[1], q_THD.shape[2], windowed
+    )
     name = kernels.choose(ATTENTION, kind)
     return TORCH if name == TORCH.name else _loaded(name)
 
@@ -120,7 +122,7 @@ ATTENTION = Op(
 
 
 @cache
-def flaw(name: str, kind: Kind) -> str | None:
+def flaw(name: str, kind: AttentionNeed) -> str | None:
     """What is wrong with the results of an implementation for such blocks; None if nothing is."""
     impl = _loaded(name)
     try:
@@ -260,7 +262,7 @@ WINDOW = 17
 """Of the blocks that are looked at, where there is one."""
 
 
-def block_error(impl: FlashImpl, kind: Kind, causal: bool, queries: int, keys: int) -> float:
+def block_error(impl: FlashImpl, kind: AttentionNeed, causal: bool, queries: int, keys: int) -> float:
     """The largest relative error of two blocks' out, LSE and gradients, with an out and LSE of more
     keys than theirs.
     """

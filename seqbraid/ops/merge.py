@@ -16,14 +16,14 @@ from torch import Tensor
 from .kernels import DEFAULT, Candidate, Kernels, Op
 from .triton_status import TRITON, RowsNeed
 
-Rows = slice | Tensor
+RowIndex = slice | Tensor
 """Rows of a tensor: a slice where they lie side by side, else indices."""
 
 
 def merge_rows(
     out_THD: Tensor,
     lse_HT: Tensor,
-    rows: Rows,
+    rows: RowIndex,
     part_nHD: Tensor,
     part_lse_Hn: Tensor,
     into_THD: Tensor,
@@ -46,7 +46,7 @@ def merge_rows(
 
 
 def add_rows(
-    total_THD: Tensor, rows: Rows, part_nHD: Tensor, into_THD: Tensor, kernels: Kernels = DEFAULT
+    total_THD: Tensor, rows: RowIndex, part_nHD: Tensor, into_THD: Tensor, kernels: Kernels = DEFAULT
 ) -> None:
     """Write the sum of these rows and a part to `into`, which may be `total` itself."""
     fused = _fused_kernels(total_THD, into_THD, kernels)

@@ -20,7 +20,7 @@ class Norm(NamedTuple):
     """0, or 1 where weights are kept as what is added to 1."""
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The rotation of the first R columns of each token's rows, half against half."""
 
     cos_TR: Tensor
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
 
 
 def plain_rows(
-    x_THD: Tensor, norm: Norm | None, turn: Turn | None = None, gate_THD: Tensor | None = None
+    x_THD: Tensor, norm: Norm | None, turn: Rotation | None = None, gate_THD: Tensor | None = None
 ) -> Tensor:
     """Norm, turn, gate, each if given, by their definitions."""
     if norm is not None:

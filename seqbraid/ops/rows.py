@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .comparison import differentiated, largest_error, numbers, too_far
 from .kernels import Candidate, Op
-from .plain_rows import Norm, Turn, plain_rows
+from .plain_rows import Norm, Rotation, plain_rows
 from .triton_status import RowsNeed, rows_unfit, triton_missing
 
 WIDEST = 16384
@@ -27,7 +27,7 @@ WIDEST = 16384
 
 
 def fused_rows(
-    x_THD: Tensor, norm: Norm | None, turn: Turn | None = None, gate_THD: Tensor | None = None
+    x_THD: Tensor, norm: Norm | None, turn: Rotation | None = None, gate_THD: Tensor | None = None
 ) -> Tensor:
     """`plain_rows` in one pass, forward and backward."""
     out: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class _Rows(torch.autograd.Function):
         weight_D: Tensor | None,
         gate_THD: Tensor | None,
         norm: Norm | None,
-        turn: Turn | None,
+        turn: Rotation | None,
     ) -> Tensor:
         # A rotation needs nothing of what it turned.
         ctx.save_for_backward(None if norm is None else x_THD, weight_D, gate_THD, *(turn or (None, None)))
@@ -57,12 +57,12 @@ class _Rows(torch.autograd.Function):
         x_THD, weight_D, gate_THD, cos, sin = ctx.saved_tensors
         norm = None if weight_D is None else Norm(weight_D, *ctx.numbers)
         dx, dweight, dgate = _backward(
-            dout_THD, x_THD, norm, None if cos is None else Turn(cos, sin), gate_THD
+            dout_THD, x_THD, norm, None if cos is None else Rotation(cos, sin), gate_THD
         )
         return dx, None if dweight is None else dweight.to(weight_D.dtype), dgate, None, None
 
 
-def _forward(x_THD: Tensor, norm: Norm | None, turn: Turn | None, gate_THD: Tensor | None) -> Tensor:
+def _forward(x_THD: Tensor, norm: Norm | None, turn: Rotation | None, gate_THD: Tensor | None) -> Tensor:
     from . import rows_triton
 
     gate_THD = None if gate_THD is None else _unit_stride(gate_THD)
@@ -71,7 +71,7 @@ def _forward(x_THD: Tensor, norm: Norm | None, turn: Turn | None, gate_THD: Tens
 
 
 def _backward(
-    dout_THD: Tensor, x_THD: Tensor | None, norm: Norm | None, turn: Turn | None, gate_THD: Tensor | None
+    dout_THD: Tensor, x_THD: Tensor | None, norm: Norm | None, turn: Rotation | None, gate_THD: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of the rows, of the norm's weight in float32, and of the gate."""
     from . import rows_triton
@@ -105,17 +105,19 @@ def _distance(need: RowsNeed, case: str) -> float:
     x, gate, dout = (numbers((5, 3, 96), phase).to(need.dtype) for phase in (0.3, 1.1, 2.7))
     x[:, 0] *= 1e-3
     weight, angle = numbers((96,), 0.7).to(need.dtype), numbers((5, 64), 1.9)
-    turn = Turn(angle.cos().to(need.dtype), angle.sin().to(need.dtype)) if case == "turned" else None
+    turn = Rotation(angle.cos().to(need.dtype), angle.sin().to(need.dtype)) if case == "turned" else None
     leaves, centre = ([x, weight], 1.0) if turn else ([x, weight, gate], 0.0)
 
     def plain(x: Tensor, weight: Tensor, *gates: Tensor) -> Tensor:
-        return plain_rows(x, Norm(weight, 1e-6, centre), turn and Turn(*(t.double() for t in turn)), *gates)
+        return plain_rows(
+            x, Norm(weight, 1e-6, centre), turn and Rotation(*(t.double() for t in turn)), *gates
+        )
 
     wanted = differentiated(plain, leaves, dout)
     low = [leaf.to(need.device) for leaf in leaves]
     given = (
         Norm(low[1], 1e-6, centre),
-        turn and Turn(*(t.to(need.device) for t in turn)),
+        turn and Rotation(*(t.to(need.device) for t in turn)),
         None if turn else low[2],
     )
     found = (_forward(low[0], *given), *_backward(dout.to(need.device), low[0], *given))

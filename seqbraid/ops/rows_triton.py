@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plain_rows import Norm, Turn
+from .plain_rows import Norm, Rotation
 
 TILE = 2048
 """Numbers that a program has at a time where rows are shorter."""
@@ -127,7 +127,7 @@ def _rows_backward_kernel(
         tl.store(sums, tl.sum(total, axis=0), mask=column < D)
 
 
-def forward(x_THD: Tensor, norm: Norm | None, turn: Turn | None, gate_THD: Tensor | None) -> Tensor:
+def forward(x_THD: Tensor, norm: Norm | None, turn: Rotation | None, gate_THD: Tensor | None) -> Tensor:
     """As `plain_rows`; the numbers of a row lie side by side, and the others have no gaps."""
     y_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     sizes = _sizes(x_THD, norm, turn, gate_THD)
@@ -143,7 +143,7 @@ def forward(x_THD: Tensor, norm: Norm | None, turn: Turn | None, gate_THD: Tenso
 
 
 def backward(
-    dy_THD: Tensor, x_THD: Tensor | None, norm: Norm | None, turn: Turn | None, gate_THD: Tensor | None
+    dy_THD: Tensor, x_THD: Tensor | None, norm: Norm | None, turn: Rotation | None, gate_THD: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of the rows, of the norm's weight in float32, and of the gate; a norm needs the rows."""
     x = dy_THD if x_THD is None else x_THD
@@ -167,7 +167,9 @@ def backward(
     return dx_THD, sums_PD.sum(0) if norm else None, dgate_THD
 
 
-def _sizes(x_THD: Tensor, norm: Norm | None, turn: Turn | None, gate_THD: Tensor | None) -> dict[str, Any]:
+def _sizes(
+    x_THD: Tensor, norm: Norm | None, turn: Rotation | None, gate_THD: Tensor | None
+) -> dict[str, Any]:
     turned = 0 if turn is None else turn.cos_TR.shape[1]
     return sizes_of(*x_THD.shape[1:], turned, norm and norm.centre, gate_THD is not None)
 

@@ -53,7 +53,7 @@ class AutoChoice:
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class EstimateInputs:
     """What is estimated, but for the switches of memory."""
 
     model: nn.Module
@@ -90,7 +90,7 @@ class Fit:
         return f"{said} {of}" if self.advice is None else f"{said} {of}, which may be too much: {self.advice}"
 
 
-def fit(step: PlannedStep, memory: MemoryOptions, device_bytes: int) -> Fit:
+def fit(step: EstimateInputs, memory: MemoryOptions, device_bytes: int) -> Fit:
     """The estimate of a step beside the device, the smallest among the ranks, and what to change where it
     does not fit.
     """
@@ -99,7 +99,7 @@ def fit(step: PlannedStep, memory: MemoryOptions, device_bytes: int) -> Fit:
     return Fit(estimate, limit, None if estimate <= limit else _advice(step, memory, limit))
 
 
-def choose_checkpointing(step: PlannedStep, memory: MemoryOptions, device_bytes: int) -> AutoChoice:
+def choose_checkpointing(step: EstimateInputs, memory: MemoryOptions, device_bytes: int) -> AutoChoice:
     """The first of none, selective and full checkpointing whose step fits a device; full where none does.
 
     Args:
@@ -117,7 +117,7 @@ def choose_checkpointing(step: PlannedStep, memory: MemoryOptions, device_bytes:
     return AutoChoice("full", estimates, limit, _advice(step, replace(memory, checkpointing="full"), limit))
 
 
-def _advice(step: PlannedStep, memory: MemoryOptions, limit: int) -> str:
+def _advice(step: EstimateInputs, memory: MemoryOptions, limit: int) -> str:
     """Switches first, which change no gradient; then shorter rows, and more ranks."""
     changes: list[dict[str, Any]] = [{"checkpointing": kind} for kind in LEAST_FIRST[1:]]
     changes += [{"checkpointing": "full", **more} for more in MORE]

@@ -69,7 +69,7 @@ def peak_of(name: str, dtype: torch.dtype) -> float | None:
 
 
 @dataclass(frozen=True)
-class Media:
+class MediaSizes:
     """What a step's towers see and hear."""
 
     grids: Sequence[Grid] = ()
@@ -78,7 +78,7 @@ class Media:
     """Frames of each clip."""
 
 
-NO_MEDIA = Media()
+NO_MEDIA = MediaSizes()
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ModelFlops:
         return CostModel(linear, self.pair.get(None, 0.0) / 2)
 
     def step(
-        self, rows: Sequence[Sequence[int]], label_tokens: int | None = None, media: Media = NO_MEDIA
+        self, rows: Sequence[Sequence[int]], label_tokens: int | None = None, media: MediaSizes = NO_MEDIA
     ) -> float:
         """FLOPs of a step over rows of sequences, given by their lengths; every token has a label unless
         `label_tokens` says how many have."""

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..comm.rows import RowPlan
 from ..layout import SequenceLayout
 
-Ints = np.ndarray
+Ints = NDArray[np.int64]
 """An array of 64-bit integers."""
 
 

@@ -68,13 +68,13 @@ def states_bytes(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> lis
     return [int(count) * row for count in sent]
 
 
-def choose(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> str:
+def choose_method(layout: SequenceLayout, sizes: HeadSizes, itemsize: int) -> str:
     """`states` or `heads`: whose busiest rank sends less; state passing on a tie, or where the heads
     do not divide.
 
     >>> heads = HeadSizes(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
     >>> rows = [SequenceLayout([length], ring=8, policy="zigzag") for length in (1024, 65536)]
-    >>> [choose(row, heads, itemsize=2) for row in rows]
+    >>> [choose_method(row, heads, itemsize=2) for row in rows]
     ['heads', 'states']
     """
     if sizes.num_key_heads % layout.num_ranks:

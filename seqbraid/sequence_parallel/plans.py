@@ -16,7 +16,7 @@ from torch import Tensor
 from ..layout import SequenceLayout
 from ..ops.blocks import BlockPlan
 from .chain import ChainPlan
-from .gated_delta_bytes import HeadSizes, choose
+from .gated_delta_bytes import HeadSizes, choose_method
 from .gated_delta_heads import HeadExchangePlan
 from .ring_plan import RingPlan
 from .samples import LocalSamples
@@ -133,7 +133,7 @@ class RowPlans:
         """
         key = (sizes, itemsize)
         if key not in self._methods:
-            self._methods[key] = choose(self.layout, *key)
+            self._methods[key] = choose_method(self.layout, *key)
         return self._methods[key]
 
     def chain(self, device: torch.device) -> ChainPlan:

@@ -26,7 +26,7 @@ from ..ops.attention import (
 )
 from ..ops.blocks import BlockPlan
 from ..ops.kernels import DEFAULT, Kernels
-from .ring_plan import Message, RingPlan, RingRound
+from .ring_plan import RingMessage, RingPlan, RingRound
 
 
 def ring_attention(
@@ -188,12 +188,12 @@ class Keys:
         transfer.wait()
         return _parted(round_.sorted(buffer), self.k, self.v)
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> RingGradients:
         """The way home of their gradients."""
-        return Gradients(self.group)
+        return RingGradients(self.group)
 
 
-class Gradients:
+class RingGradients:
     """The gradients of other ranks' keys on their way home, and those of ours as they come in."""
 
     def __init__(self, group: Group) -> None:
@@ -231,12 +231,12 @@ class Gradients:
                 begin += stop - start
 
 
-def _rows(x_TGD: Tensor, message: Message) -> Tensor:
+def _rows(x_TGD: Tensor, message: RingMessage) -> Tensor:
     parts = [x_TGD[start:stop] for start, stop in message.rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _by_rank(buffer: Tensor, messages: Sequence[Message]) -> list[tuple[int, Tensor]]:
+def _by_rank(buffer: Tensor, messages: Sequence[RingMessage]) -> list[tuple[int, Tensor]]:
     """The part of a buffer that belongs to each message, in their order."""
     parts = buffer.split([message.num_rows for message in messages]) if messages else ()
     return [(message.rank, part) for message, part in zip(messages, parts, strict=True)]

@@ -41,7 +41,7 @@ class Run(NamedTuple):
         return tuple((start, stop) for start, stop in self.segments if stop <= position)
 
 
-class Message(NamedTuple):
+class RingMessage(NamedTuple):
     """Rows of ours for another ring rank, as ranges; or, coming in, how many rows it sends us."""
 
     rank: int
@@ -56,8 +56,8 @@ class Message(NamedTuple):
 class RingRound:
     """Messages that are under way together, and our queries' blocks against the keys that came in."""
 
-    sent: tuple[Message, ...]
-    received: tuple[Message, ...]
+    sent: tuple[RingMessage, ...]
+    received: tuple[RingMessage, ...]
     sorting: Tensor | None
     """Index that puts the received rows in the order of sequence and position; None where they arrive so."""
     blocks: BlockPlan
@@ -183,10 +183,12 @@ def _round(runs: list[dict[int, Run]], ring_rank: int, distances: list[int]) -> 
         going = _needed(mine, runs[target])
         if going:
             starts = {s: mine[s].offset for s in going}
-            sent.append(Message(target, tuple((starts[s], starts[s] + _count(n)) for s, n in going.items())))
+            sent.append(
+                RingMessage(target, tuple((starts[s], starts[s] + _count(n)) for s, n in going.items()))
+            )
         coming = _needed(runs[source], mine)
         if coming:
-            received.append(Message(source, ((0, sum(map(_count, coming.values()))),)))
+            received.append(RingMessage(source, ((0, sum(map(_count, coming.values()))),)))
             arrived += [(s, *segment) for s, segments in coming.items() for segment in segments]
     blocks: list[Block] = []
     base = 0

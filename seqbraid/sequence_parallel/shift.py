@@ -73,7 +73,7 @@ class ShiftPlan:
         return ShiftPlan(rows, self.sources_KT.to(device), self.has_source_KT.to(device))
 
 
-def shifted(x_TC: Tensor, plan: ShiftPlan, group: Group, name: str) -> list[Tensor]:
+def shifted_rows(x_TC: Tensor, plan: ShiftPlan, group: Group, name: str) -> list[Tensor]:
     """For each depth the rows `[T, …]` of the tokens that many places on; differentiable, and zero where
     there is none. Every rank of the group takes part.
     """

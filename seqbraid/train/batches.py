@@ -11,7 +11,7 @@ from ..layout.labels import IGNORE
 from ..mesh import Mesh
 from ..models.batch import BadBatch, PackedBatch
 from ..models.step import Step
-from ..plan.flops import Media, ModelFlops
+from ..plan.flops import MediaSizes, ModelFlops
 from ..sequence_parallel.plans import RowPlans
 
 
@@ -86,7 +86,7 @@ def nobody(config: Any) -> Mapping[str, Any]:
     return {"input_ids": [1 if getattr(text, "pad_token_id", None) == 0 else 0], "labels": [IGNORE]}
 
 
-def _media(samples: Sequence[Mapping[str, Any]]) -> Media:
+def _media(samples: Sequence[Mapping[str, Any]]) -> MediaSizes:
     grids: list[tuple[int, int, int]] = []
     mel_frames: list[int] = []
     for sample in samples:
@@ -95,4 +95,4 @@ def _media(samples: Sequence[Mapping[str, Any]]) -> Media:
                 grids += [tuple(grid) for grid in sample[key].tolist()]
         if sample.get("feature_attention_mask") is not None:
             mel_frames += sample["feature_attention_mask"].sum(-1).tolist()
-    return Media(grids, mel_frames)
+    return MediaSizes(grids, mel_frames)

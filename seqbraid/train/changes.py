@@ -7,7 +7,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from ..data.records.contents import difference
+from ..data.records.contents import describe_changes
 from .config import as_dict, keys
 from .mtp_config import MtpConfig
 from .step_config import ADAMW
@@ -84,7 +84,7 @@ def others(state: Mapping[str, Any], versions: Mapping[str, str], eval_files: Ma
         for name, has in versions.items()
         if was.get(name, has) != has
     ]
-    if what := difference(state.get("eval_files", {}), eval_files):
+    if what := describe_changes(state.get("eval_files", {}), eval_files):
         found.append(
             f"data.eval: {what}: evaluations before and after are of different data, and `best` compares them"
         )

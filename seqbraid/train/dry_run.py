@@ -23,7 +23,7 @@ from ..printable import printable
 from .config import MeshConfig, TrainConfig, as_dict
 from .log import check_sinks
 from .optimizer import make_groups
-from .optimizers.kinds import Kind
+from .optimizers.kinds import OptimizerKind
 from .recompute import choose_here, fit_here, planned_step
 from .run_folder import check_out
 from .setup import TINY, make_device, make_loader, make_model
@@ -106,7 +106,7 @@ def _model_table(model: PreTrainedModel, mesh: Mesh, config: TrainConfig) -> Tab
 def _optimizer_table(model: PreTrainedModel, config: TrainConfig, mesh: Mesh) -> RenderableType:
     """What is stepped how; what the configuration adds for its groups and its end."""
     train = config.train
-    kind = Kind.of(train)
+    kind = OptimizerKind.of(train)
     kind.check_ranks(mesh.world_size)
     options = ", ".join(f"{name}={value}" for name, value in kind.options.items())
     table = Table(title=escape(f"Optimizer: {kind.name}({options})"), title_justify="left")

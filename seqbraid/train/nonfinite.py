@@ -14,11 +14,11 @@ from torch import nn
 
 from ..comm.consensus import gather_objects
 from ..data.stream.loader import StepData
-from ..distributed.gradients import local
 from ..mesh import Mesh
 from ..models.batch import PackedBatch
 from ..models.braided import BraidedModel
 from ..models.output import StepOutput
+from ..models.tensor_parts import own_part
 from .optimizers.partwise import PartwiseOptimizer
 
 
@@ -47,10 +47,10 @@ def first_not_finite(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     named, numbers = {}, {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            named[name] = local(parameter.detach())
+            named[name] = own_part(parameter.detach())
             for entry, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
-                    named[f"{name}, {entry} of the optimizer"] = local(value)
+                    named[f"{name}, {entry} of the optimizer"] = own_part(value)
                 elif isinstance(value, float):
                     numbers[f"{name}, {entry} of the optimizer"] = value
     if odd := [name for name, value in numbers.items() if not math.isfinite(value)]:
@@ -125,4 +125,4 @@ def _write_step(
 
 
 def _finite(x: torch.Tensor) -> bool:
-    return bool(local(x.detach()).isfinite().all())
+    return bool(own_part(x.detach()).isfinite().all())

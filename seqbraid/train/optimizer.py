@@ -12,7 +12,7 @@ from ..comm.consensus import raised_by_all
 from ..models.braided import BraidedModel
 from ..models.parts import plain_name, tensors_by_name
 from .optimizers.groups import ParameterGroup, grouped, parse_groups
-from .optimizers.kinds import Kind
+from .optimizers.kinds import OptimizerKind
 from .optimizers.muon import layer_matrices, sharded_muon
 from .optimizers.partwise import MASTER, PartwiseOptimizer
 from .step_config import ADAMW, StepConfig
@@ -22,12 +22,14 @@ def make_optimizer(model: nn.Module, config: StepConfig) -> PartwiseOptimizer:
     """The optimizer over what is trained; all ranks call it."""
     mesh = model.mesh if isinstance(model, BraidedModel) else None
     with raised_by_all(None if mesh is None else mesh.cpu_group):
-        kind = Kind.of(config)
+        kind = OptimizerKind.of(config)
         kind.check_ranks(1 if mesh is None else mesh.world_size)
         groups = make_groups(model, config, kind)
     names = {p: name for name, p in trained(model).items()}
     # What is no matrix of a layer.
-    beside = Kind.of(replace(config, optimizer=ADAMW, optimizer_options={})) if kind.is_muon else kind
+    beside = (
+        OptimizerKind.of(replace(config, optimizer=ADAMW, optimizer_options={})) if kind.is_muon else kind
+    )
 
     def make_inner(inner: list[dict[str, Any]]) -> list[torch.optim.Optimizer]:
         of_muon = [number for number, group in enumerate(groups) if group.is_muon]
@@ -51,7 +53,7 @@ def make_optimizer(model: nn.Module, config: StepConfig) -> PartwiseOptimizer:
     return PartwiseOptimizer(given, make_inner, entries)
 
 
-def make_groups(model: nn.Module, config: StepConfig, kind: Kind) -> list[ParameterGroup]:
+def make_groups(model: nn.Module, config: StepConfig, kind: OptimizerKind) -> list[ParameterGroup]:
     """What is trained, in groups that are stepped alike."""
     named = trained(model)
     if not named:
@@ -71,13 +73,13 @@ def make_groups(model: nn.Module, config: StepConfig, kind: Kind) -> list[Parame
 
 def kept_numbers(model: nn.Module, config: StepConfig) -> float:
     """Float32 numbers that the optimizer keeps for each that is trained, on average."""
-    kind, named = Kind.of(config), trained(model)
+    kind, named = OptimizerKind.of(config), trained(model)
     if not kind.is_muon:
         return kind.copies
     matrices = layer_matrices(model)
     of_muon = sum(p.numel() for p in named.values() if id(p) in matrices)
     every = sum(p.numel() for p in named.values())
-    adamw = Kind.of(replace(config, optimizer=ADAMW, optimizer_options={}))
+    adamw = OptimizerKind.of(replace(config, optimizer=ADAMW, optimizer_options={}))
     return (kind.copies * of_muon + adamw.copies * (every - of_muon)) / max(every, 1)
 
 
@@ -97,7 +99,7 @@ def trained_elsewhere(model: nn.Module) -> set[str]:
     return {name for name, p in whole.items() if p.requires_grad} - trained(model).keys()
 
 
-def _param_group(group: ParameterGroup, config: StepConfig, kind: Kind) -> dict[str, Any]:
+def _param_group(group: ParameterGroup, config: StepConfig, kind: OptimizerKind) -> dict[str, Any]:
     found: dict[str, Any] = {"params": group.parameters, "lr": group.lr, "weight_decay": group.weight_decay}
     if not kind.decays:
         del found["weight_decay"]

@@ -18,7 +18,7 @@ from ..mesh import Mesh
 from ..ops.rows import NORM
 from ..ops.table import make_kernels
 from ..ops.triton_status import RowsNeed
-from ..plan.auto import AutoChoice, Fit, PlannedStep, choose_checkpointing, fit
+from ..plan.auto import AutoChoice, EstimateInputs, Fit, choose_checkpointing, fit
 from ..plan.memory import MemoryOptions
 from .config import TrainConfig
 from .optimizer import kept_numbers
@@ -72,12 +72,12 @@ def fit_here(
     return fit(planned_step(config, model, mesh, device), config.memory, limit)
 
 
-def planned_step(config: TrainConfig, model: nn.Module, mesh: Mesh, device: torch.device) -> PlannedStep:
+def planned_step(config: TrainConfig, model: nn.Module, mesh: Mesh, device: torch.device) -> EstimateInputs:
     """A step of the run on devices like this one."""
     dtype = torch.float32 if config.precision == "float32" else torch.bfloat16
     fused = make_kernels(config.kernels).choose(NORM, RowsNeed(device, dtype)) == "triton"
     kept = kept_numbers(model, config.train)
-    return PlannedStep(model, mesh, config.precision, config.data.row_tokens, fused, kept, config.pipeline)
+    return EstimateInputs(model, mesh, config.precision, config.data.row_tokens, fused, kept, config.pipeline)
 
 
 def choose_here(

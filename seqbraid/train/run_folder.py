@@ -108,7 +108,7 @@ def check_out(folder: Path) -> None:
         raise _unusable(folder, PermissionError(f"{there} cannot be written to"))
 
 
-def describe(folder: Path, config: TrainConfig, model_config: Any, mesh: Mesh) -> None:
+def write_description(folder: Path, config: TrainConfig, model_config: Any, mesh: Mesh) -> None:
     """Write what the folder is a run of; all ranks call it."""
     with raised_by_all(mesh.cpu_group):
         if mesh.rank == 0:

@@ -39,7 +39,7 @@ from .batches import StepMaker
 from .config import DataConfig, Paths, TrainConfig, as_dict
 from .freeze import freeze
 from .lora import LoraOptions, add_lora
-from .weights import checkpoint_folder, empty_model, fingerprint, load_stock
+from .weights import checkpoint_folder, empty_model, load_stock, weights_fingerprint
 
 FOR_EVER = timedelta(days=365)
 TINY = "tiny:"
@@ -154,7 +154,7 @@ def adapted_weights(config: TrainConfig) -> str | None:
         return None
     if config.model.startswith(TINY):
         return f"{config.model}, seed {config.seed}"
-    return fingerprint(checkpoint_folder(config.model))
+    return weights_fingerprint(checkpoint_folder(config.model))
 
 
 def load_model_processor(name: str, chat_template: str | None = None) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..comm.heartbeat import Seen
+from ..comm.heartbeat import RankStatus
 from ..comm.rendezvous import named
 
 
@@ -13,7 +13,7 @@ from ..comm.rendezvous import named
 class Rank:
     """A rank of a run without progress."""
 
-    seen: Seen | None
+    seen: RankStatus | None
     """None where it has never sent a heartbeat."""
     silent_s: float | None
     """For how long it has sent no heartbeat; None where it has sent one recently."""
@@ -37,7 +37,7 @@ def laggards(ranks: Mapping[int, Rank]) -> list[int]:
     return behind if len(behind) < len(seen) else []
 
 
-def describe(ranks: Mapping[int, Rank]) -> str:
+def describe_ranks(ranks: Mapping[int, Rank]) -> str:
     """A sentence for each rank that lags, and one for those that wait for it."""
     late = laggards(ranks)
     lines = [_one(rank, ranks[rank]) for rank in late]

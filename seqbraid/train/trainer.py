@@ -34,10 +34,10 @@ from .metrics import StepCounts, StepMeter
 from .news import News
 from .nonfinite import StepFound, refuse_not_finite, stop_non_finite
 from .optimizer import check_entries, make_optimizer
-from .optimizers.kinds import Kind
+from .optimizers.kinds import OptimizerKind
 from .profile_steps import StepProfiler
 from .recompute import settle_checkpointing
-from .run_folder import RunFolder, describe, run_sinks, versions
+from .run_folder import RunFolder, run_sinks, versions, write_description
 from .seeds import drawn_seed, seed_everything
 from .setup import (
     adapted_weights,
@@ -94,7 +94,7 @@ class Trainer:
         last, state = self._last()
         seed_everything(config.seed)
         with raised_by_all(mesh.cpu_group):
-            Kind.of(config.train).check_ranks(mesh.world_size)
+            OptimizerKind.of(config.train).check_ranks(mesh.world_size)
             if mesh.rank == 0:
                 (self.folder / "model").mkdir(parents=True, exist_ok=True)
         over = f" and sharding it over {mesh.world_size} ranks" if mesh.world_size > 1 else ""
@@ -129,7 +129,7 @@ class Trainer:
             self.where.starts(f"reading the checkpoint {last.name}")
             self._resume(last)
         # Nothing is left that could refuse the run.
-        describe(self.folder, self.config, self.model_config, mesh)
+        write_description(self.folder, self.config, self.model_config, mesh)
         compute = torch.float32 if config.precision == "float32" else torch.bfloat16
         self.meter = StepMeter(mesh.world_size, peak_flops(self.device, compute), self.device)
         self.asked_by: str | None = None

@@ -27,7 +27,7 @@ from ..printable import printable
 from .config import TimeoutConfig, TrainConfig
 from .ending import FAILED, write_failure
 from .signals import POLITE
-from .stuck import Rank, describe
+from .stuck import Rank, describe_ranks
 
 INTERRUPTED = 128 + signal.SIGINT
 OBSERVERS = 4
@@ -141,10 +141,12 @@ class Watchdog:
             return (
                 f"the job's store at {_store()} has not answered rank {self.rank} for {away:.0f} s, so its "
                 "host or the network to it is down; "
-                f"{describe({self.rank: Rank(Heartbeats.of(self.where), None)})}"
+                f"{describe_ranks({self.rank: Rank(Heartbeats.of(self.where), None)})}"
             )
         seen = {**self.beats.seen, self.rank: Heartbeats.of(self.where)}
-        return describe({r: Rank(seen.get(r), self.beats.silent(r, now)) for r in range(self.world_size)})
+        return describe_ranks(
+            {r: Rank(seen.get(r), self.beats.silent(r, now)) for r in range(self.world_size)}
+        )
 
     def _end(self, why: str) -> None:
         """Say why, write what can be known of it, and end this process whatever its other threads do."""
@@ -175,7 +177,7 @@ def _who_joins(where: Whereabouts) -> str:
     rank, world_size = launched()
     seen = Heartbeats.of(where)
     if world_size == 1 or not seen.waits:
-        return describe({rank: Rank(seen, None)})
+        return describe_ranks({rank: Rank(seen, None)})
     return (
         f"rank {rank} of {world_size} (host {seen.host}) waits for {where.waits_for} to join: not started, "
         f"dead, or without a way to the job's store at {_store()}; it waits in {seen.line}"

@@ -169,7 +169,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedMod
     return model.train()
 
 
-def fingerprint(folder: Path) -> str:
+def weights_fingerprint(folder: Path) -> str:
     """What tells the weights of a folder from others: names, shapes, and numbers from all over its files."""
     digest = hashlib.sha256()
     for path in weight_files(folder):

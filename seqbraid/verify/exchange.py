@@ -15,7 +15,7 @@ from ..layout import SequenceLayout
 from ..models.router import stock_num_experts
 from ..models.stock import read_config
 from ..models.tiny.decoders import FAMILIES, tiny_config
-from ..sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
+from ..sequence_parallel.gated_delta_bytes import HeadSizes, choose_method, heads_bytes, states_bytes
 
 LABELS = {"states": "state passing", "heads": "head all-to-all"}
 
@@ -107,7 +107,7 @@ def _gated_delta_report(layout: SequenceLayout, name: str, tp: int) -> Group:
     if sizes is None:
         return Group(Text(f"{name} has no gated-delta layers, so there is no exchange to choose"))
     dtype = text.dtype or config.dtype or torch.bfloat16
-    taken = choose(layout, sizes, dtype.itemsize)
+    taken = choose_method(layout, sizes, dtype.itemsize)
     sent = {"states": states_bytes(layout, sizes, dtype.itemsize)}
     refusal = ""
     try:

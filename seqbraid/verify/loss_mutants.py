@@ -16,7 +16,7 @@ from .mutants import Mutant
 
 def _field_not_shifted() -> AbstractContextManager[Any]:
     """Entry t of a field stands at token t, whose target is label t + 1."""
-    return patch.object(fields_module, "shifted", lambda values: values)
+    return patch.object(fields_module, "shifted_values", lambda values: values)
 
 
 def _terms_of_every_rank() -> AbstractContextManager[Any]:

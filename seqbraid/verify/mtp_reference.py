@@ -22,7 +22,7 @@ def mtp_options(model: PreTrainedModel) -> MtpOptions | None:
     return module.options if isinstance(module, MtpModule) else None
 
 
-class Seen(NamedTuple):
+class DecoderTrace(NamedTuple):
     """What the stock decoder was given and gave in a call, `[B, T, D]`."""
 
     embeds: list[Tensor]
@@ -42,11 +42,11 @@ class MtpSums(NamedTuple):
 
 
 @contextmanager
-def seen_by_decoder(model: PreTrainedModel) -> Iterator[Seen]:
+def seen_by_decoder(model: PreTrainedModel) -> Iterator[DecoderTrace]:
     """The embeddings that the first layer gets, with media in them; the states behind the last norm; and the
     angles of the positions as the stock model counts them.
     """
-    parts, seen = ModelParts.of(model), Seen([], [], [])
+    parts, seen = ModelParts.of(model), DecoderTrace([], [], [])
     if parts.mtp is None:
         yield seen
         return
@@ -67,7 +67,7 @@ def seen_by_decoder(model: PreTrainedModel) -> Iterator[Seen]:
             hook.remove()
 
 
-def mtp_step(model: PreTrainedModel, seen: Seen, labels: Tensor, left_padding: int = 0) -> MtpSums:
+def mtp_step(model: PreTrainedModel, seen: DecoderTrace, labels: Tensor, left_padding: int = 0) -> MtpSums:
     """The depths of one sample with these (unshifted) labels, behind a call of the stock model."""
     parts = ModelParts.of(model)
     assert parts.mtp is not None

@@ -21,7 +21,7 @@ def _tied_counted_twice() -> AbstractContextManager[Any]:
 
     def wrong(self: Any) -> None:
         right(self)
-        tied_module.local(self.parameter.grad).mul_(2)
+        tied_module.own_part(self.parameter.grad).mul_(2)
 
     return patch.object(tied_module.TiedCopy, "finish", wrong)
 

@@ -49,7 +49,7 @@ def stock_step(
     left out.
     """
     with fresh_gradients(model):
-        labels = [int((shifted(sample) != IGNORE).sum()) for sample in samples]
+        labels = [int((shifted_targets(sample) != IGNORE).sum()) for sample in samples]
         count = max(1, sum(labels))
         with_router = bool(getattr(model.config.get_text_config(), "output_router_logits", False))
         mtp = mtp_options(model)
@@ -63,7 +63,9 @@ def stock_step(
                 outputs, found = _forward(model, samples[i], left_padding, with_router)
             wide = found.float() if found.dtype != torch.float64 else found
             if objective is None:
-                loss = F.cross_entropy(wide, shifted(samples[i]), ignore_index=IGNORE, reduction="sum")
+                loss = F.cross_entropy(
+                    wide, shifted_targets(samples[i]), ignore_index=IGNORE, reduction="sum"
+                )
             else:
                 loss = objective.of_logits(wide, samples[i])
             loss = loss / count
@@ -98,7 +100,7 @@ def stock_step(
     return Measurement(total.detach(), [logits[i] for i in order], gradients)
 
 
-def shifted(sample: dict[str, Any]) -> Tensor:
+def shifted_targets(sample: dict[str, Any]) -> Tensor:
     """The target of each token of a sample."""
     labels = torch.as_tensor(sample.get("labels", sample["input_ids"]))
     return torch.cat([labels[1:], labels.new_tensor([IGNORE])])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from seqbraid.ops import rows, swiglu
-from seqbraid.ops.plain_rows import Norm, Turn, plain_rows
+from seqbraid.ops.plain_rows import Norm, Rotation, plain_rows
 from seqbraid.ops.rows import fused_rows
 from seqbraid.ops.swiglu import fused_swiglu, plain_swiglu
 from seqbraid.ops.triton_status import RowsNeed
@@ -63,7 +63,9 @@ def test_rows(case: str, dtype: torch.dtype, layout: str) -> None:
         own = [leaf.to(dtype).to(wide).requires_grad_() for leaf in leaves]
         given = [spread(leaf) if layout == "strided" and leaf.ndim == 3 else leaf for leaf in own]
         turn = (
-            Turn(*(t.to(dtype).to(wide) for t in (angle.cos(), angle.sin()))) if options["turned"] else None
+            Rotation(*(t.to(dtype).to(wide) for t in (angle.cos(), angle.sin())))
+            if options["turned"]
+            else None
         )
         norm = Norm(given[1], 1e-6, options["centre"]) if options["norm"] else None
         out = by(given[0], norm, turn, given[2] if options["gate"] else None)
@@ -137,7 +139,7 @@ def without(what: str) -> Callable[..., Any]:
     def wrong(right: Callable[..., Any], *given: Any) -> Any:
         *tensors, norm, turn, gate = given
         if what == "sign" and turn:
-            turn = Turn(turn.cos_TR, -turn.sin_TR)
+            turn = Rotation(turn.cos_TR, -turn.sin_TR)
         elif what == "gate":
             gate = None
         elif what != "sign":

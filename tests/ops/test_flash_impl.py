@@ -22,7 +22,7 @@ from seqbraid.ops.kernels import Candidate, KernelOptions, Kernels
 from seqbraid.ops.table import make_kernels
 from tests.helpers.plain import varlen_backward, varlen_forward
 
-KIND = flash_impl.Kind(torch.device("cpu"), torch.bfloat16, 2, 64, False)
+KIND = flash_impl.AttentionNeed(torch.device("cpu"), torch.bfloat16, 2, 64, False)
 SCALE = 0.125
 
 
@@ -38,7 +38,7 @@ ANYWHERE = replace(
 )
 
 
-def chosen(kind: flash_impl.Kind = KIND, attention: str = "auto") -> str:
+def chosen(kind: flash_impl.AttentionNeed = KIND, attention: str = "auto") -> str:
     """What a new model would take."""
     return Kernels(KernelOptions(attention=attention)).choose(ANYWHERE, kind)
 
@@ -150,7 +150,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, ModuleType]
 @pytest.mark.parametrize("kind", [KIND, KIND._replace(windowed=True, ratio=3, size=32)], ids=str)
 @pytest.mark.parametrize("block", flash_impl.BLOCKS)
 def test_a_right_kernel_passes_and_one_with_its_own_statistics_does_not(
-    block: Any, kind: flash_impl.Kind
+    block: Any, kind: flash_impl.AttentionNeed
 ) -> None:
     good, bad = (
         FlashImpl("good", varlen_forward, varlen_backward),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seqbraid import MemoryOptions, Mesh, parallelize
-from seqbraid.plan.auto import RESERVE, PlannedStep, choose_checkpointing, fit
+from seqbraid.plan.auto import RESERVE, EstimateInputs, choose_checkpointing, fit
 from seqbraid.plan.estimate import memory_estimate
 from seqbraid.plan.pipeline import PipelineOptions
 from tests.plan.test_estimate import medium
@@ -25,7 +25,7 @@ def choose(step_bytes: int, memory: MemoryOptions | None = None):  # type: ignor
     device = int(step_bytes / (1 - RESERVE)) + 1
     with torch.device("meta"):
         model = medium("llama")
-    step = PlannedStep(model, Mesh(), "float32", ROW)
+    step = EstimateInputs(model, Mesh(), "float32", ROW)
     return choose_checkpointing(step, memory or MemoryOptions("auto"), device)
 
 
@@ -63,7 +63,7 @@ def test_a_step_is_compared_as_its_pipeline_has_it() -> None:
         model, mesh = medium("llama"), Mesh(pp=2, rank=0, world_size=2)
     found = []
     for pipeline in (PipelineOptions(stages=[1, 2]), PipelineOptions(stages=[2, 1])):
-        step = PlannedStep(model, mesh, "float32", ROW, pipeline=pipeline)
+        step = EstimateInputs(model, mesh, "float32", ROW, pipeline=pipeline)
         estimate = memory_estimate(model, mesh, None, "float32", row_tokens=ROW, pipeline=pipeline)
         found.append(fit(step, MemoryOptions(), 1 << 60).estimate)
         assert found[-1] == step.estimate(MemoryOptions()).total == estimate.total

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from seqbraid.models.parts import towers_of
 from seqbraid.models.tiny.decoders import FAMILIES, GATED_DELTA, tiny_config, tiny_model
 from seqbraid.models.tiny.media import MEDIA_FAMILIES, tiny_media_model
-from seqbraid.plan.flops import Media, ModelFlops, peak_flops, peak_of, seen_keys
+from seqbraid.plan.flops import MediaSizes, ModelFlops, peak_flops, peak_of, seen_keys
 from tests.models.test_decoders import EXACT, build
 
 TOKENS = 40
@@ -91,7 +91,7 @@ def test_towers_are_counted_as_torch_counts_them(family: str, freeze: str) -> No
 
     ours = ModelFlops.of(model)
     found = sum(counted(see).values())
-    with_images = ours.step([[9]], media=Media(grids)) - ours.step([[9]])
+    with_images = ours.step([[9]], media=MediaSizes(grids)) - ours.step([[9]])
     assert with_images == found
     if ours.audio is not None and freeze == "nothing":
         for frames in ([400], [900], [300, 200]):
@@ -103,7 +103,7 @@ def test_towers_are_counted_as_torch_counts_them(family: str, freeze: str) -> No
                     )
                 ).values()
             )
-            assert ours.step([[9]], media=Media(mel_frames=frames)) - ours.step([[9]]) == found
+            assert ours.step([[9]], media=MediaSizes(mel_frames=frames)) - ours.step([[9]]) == found
 
 
 @given(st.integers(0, 60), st.one_of(st.none(), st.integers(1, 70)))
@@ -125,13 +125,13 @@ def test_a_step_is_the_sum_of_its_sequences_however_packed() -> None:
 @pytest.mark.parametrize("family", sorted(MEDIA_FAMILIES))
 def test_a_config_alone_is_counted_as_its_model(family: str) -> None:
     model = tiny_media_model(family)
-    rows, media = [[20, 9]], Media([(1, 4, 4)], [300] if "omni" in family else [])
+    rows, media = [[20, 9]], MediaSizes([(1, 4, 4)], [300] if "omni" in family else [])
     assert ModelFlops.of(model.config).step(rows, media=media) == ModelFlops.of(model).step(rows, media=media)
 
 
 def test_media_without_a_tower_is_refused() -> None:
     with pytest.raises(ValueError, match="no tower"):
-        ModelFlops.of(tiny_config("llama")).step([[4]], media=Media([(1, 2, 2)]))
+        ModelFlops.of(tiny_config("llama")).step([[4]], media=MediaSizes([(1, 2, 2)]))
 
 
 def test_peaks_are_known_or_not_given() -> None:

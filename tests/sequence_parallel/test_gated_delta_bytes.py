@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from seqbraid import SequenceLayout
-from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, choose, heads_bytes, states_bytes
+from seqbraid.sequence_parallel.gated_delta_bytes import HeadSizes, choose_method, heads_bytes, states_bytes
 
 SIZES = HeadSizes(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5)
 S0, M = 4 * 3 * 5 * 4, 4 * 3 * 3 * 4
@@ -55,12 +55,12 @@ def test_states_are_at_least_float32() -> None:
 def test_whole_sequences_send_nothing() -> None:
     layout = SequenceLayout([8] * 4, ring=2, policy="balanced")
     assert heads_bytes(layout, SIZES, 2) == states_bytes(layout, SIZES, 2) == [0, 0]
-    assert choose(layout, SIZES, 2) == "states"
+    assert choose_method(layout, SIZES, 2) == "states"
 
 
 def test_the_busiest_rank_decides() -> None:
     def taken(length: int, policy: str = "contiguous", itemsize: int = 2) -> str:
-        return choose(SequenceLayout([length], ring=2, policy=policy), SIZES, itemsize)
+        return choose_method(SequenceLayout([length], ring=2, policy=policy), SIZES, itemsize)
 
     assert S0 == 8 // 2 * 30 * 2  # as many bytes by heads as by states
     assert [taken(length) for length in (6, 8, 10)] == ["heads", "states", "states"]
@@ -72,7 +72,7 @@ def test_the_busiest_rank_decides() -> None:
 def test_heads_that_do_not_divide_leave_state_passing() -> None:
     layout = SequenceLayout([4], ring=2, policy="contiguous")
     odd = HeadSizes(num_key_heads=3, num_value_heads=6, key_dim=64, value_dim=64)
-    assert choose(layout, odd, 2) == "states"
-    assert choose(layout, odd._replace(num_key_heads=6), 2) == "heads"
+    assert choose_method(layout, odd, 2) == "states"
+    assert choose_method(layout, odd._replace(num_key_heads=6), 2) == "heads"
     with pytest.raises(ValueError, match=r"= 2 does not divide 3 key heads .* state passing"):
         heads_bytes(layout, odd, 2)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import seqbraid as sb
 from seqbraid.cli import main
 from seqbraid.data.tiny import tiny_training_model
-from seqbraid.train.after.chat import Chat, ChatOptions, Media
+from seqbraid.train.after.chat import Attachments, Chat, ChatOptions
 from seqbraid.train.after.load import load_usable
 from seqbraid.train.export import export
 from tests.helpers.ranks import errors, run
@@ -142,9 +142,9 @@ def test_pictures_and_sounds_go_with_a_message(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.sin(np.arange(8000) / 5).astype(np.float32), 8000)
     usable = load_usable(tmp_path / "omni", None, CPU)
     chat = Chat(usable, ChatOptions(max_new_tokens=6, temperature=0))
-    first = Media([chat.load_image(tmp_path / "a.png")], [chat.load_audio(tmp_path / "a.wav")])
+    first = Attachments([chat.load_image(tmp_path / "a.png")], [chat.load_audio(tmp_path / "a.wav")])
     found = chat.ask("What?", first, lambda _: None)
-    second = chat.ask("And this?", Media([chat.load_image(tmp_path / "b.png")]), lambda _: None)
+    second = chat.ask("And this?", Attachments([chat.load_image(tmp_path / "b.png")]), lambda _: None)
 
     parts = [{"type": "image"}, {"type": "audio"}, {"type": "text", "text": "What?"}]
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": found}]

@@ -14,7 +14,7 @@ from seqbraid.cli import main
 from seqbraid.data.tiny import tiny_training_model
 from seqbraid.models.stock import read_config
 from seqbraid.models.tiny.decoders import tiny_model
-from seqbraid.train.weights import fingerprint, load_stock, read_headers
+from seqbraid.train.weights import load_stock, read_headers, weights_fingerprint
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -51,7 +51,7 @@ def test_a_safetensors_header_that_cannot_be_true(damage: str, tmp_path: Path) -
     tiny_model("llama").save_pretrained(tmp_path)
     weights = tmp_path / WEIGHTS
     weights.write_bytes(HEADERS[damage](weights.read_bytes()))
-    for reads in (read_headers, fingerprint, load_stock):
+    for reads in (read_headers, weights_fingerprint, load_stock):
         with pytest.raises(
             ValueError, match=r"model\.safetensors is not a complete safetensors file: .*again"
         ):

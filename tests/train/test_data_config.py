@@ -13,7 +13,7 @@ from seqbraid.mesh import Mesh
 from seqbraid.train.changes import changes
 from seqbraid.train.config import TrainConfig, as_dict
 from seqbraid.train.config_file import load_config, parse_config, to_yaml
-from seqbraid.train.run_folder import describe
+from seqbraid.train.run_folder import write_description
 from seqbraid.train.setup import EncoderFactory, make_model, open_data
 
 TALK = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]}
@@ -87,7 +87,7 @@ def test_a_chat_template_is_a_file_or_a_text_and_stays_with_the_run(tmp_path: Pa
     assert text_of(plain).startswith("<|im_start|>user")
     run = tmp_path / "described"
     run.mkdir()
-    describe(run, found, make_model(found).config, Mesh())
+    write_description(run, found, make_model(found).config, Mesh())
     from transformers import AutoTokenizer
 
     assert AutoTokenizer.from_pretrained(run / "model").chat_template == TEMPLATE

@@ -25,7 +25,7 @@ from seqbraid.models.tiny.samples import random_samples
 from seqbraid.train.after.export import export_checkpoint
 from seqbraid.train.export import export
 from seqbraid.train.lora import LoraOptions, add_lora
-from seqbraid.train.weights import empty_model, fingerprint, load_stock, read_headers
+from seqbraid.train.weights import empty_model, load_stock, read_headers, weights_fingerprint
 from seqbraid.verify.reference import stock_step
 from tests.helpers import ranks
 
@@ -309,17 +309,17 @@ def test_a_fingerprint_tells_weights_apart(tmp_path: Path) -> None:
     last = max(tensors, key=lambda name: tensors[name].numel())
     renamed = {name if name != last else f"{name}.other": x for name, x in tensors.items()}
     save_file(renamed, weights, metadata={"format": "pt"})
-    found.add(fingerprint(tmp_path))
+    found.add(weights_fingerprint(tmp_path))
     for place in (len(whole) // 2, len(whole) - 1):
         changed = bytearray(whole)
         changed[place] ^= 1
         weights.write_bytes(changed)
-        found.add(fingerprint(tmp_path))
+        found.add(weights_fingerprint(tmp_path))
     weights.write_bytes(whole)
-    found.add(fingerprint(tmp_path))
+    found.add(weights_fingerprint(tmp_path))
     assert len(found) == 4
     weights.touch()
-    assert fingerprint(tmp_path) in found
+    assert weights_fingerprint(tmp_path) in found
 
 
 def test_checkpoints_that_are_not_loaded(tmp_path: Path) -> None:

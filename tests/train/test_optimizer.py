@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from seqbraid.distributed import parallelize
-from seqbraid.distributed.gradients import clip_gradients, gradient_norm, local
+from seqbraid.distributed.gradients import clip_gradients, gradient_norm
 from seqbraid.mesh import Mesh
+from seqbraid.models.tensor_parts import own_part
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.config import StepConfig
 from seqbraid.train.optimizer import (
@@ -114,7 +115,7 @@ def _norm_and_clipped(axes: dict[str, int]) -> tuple[float, float, float]:
     found = gradient_norm(gradients, mesh)
     whole_norm = float(torch.cat([_full(g).flatten().double() for g in gradients]).norm())
     clip_gradients(gradients, found, 0.1)
-    assert local(gradients[0]).numel() <= gradients[0].numel()
+    assert own_part(gradients[0]).numel() <= gradients[0].numel()
     return found, whole_norm, gradient_norm(gradients, mesh)
 
 

@@ -16,7 +16,7 @@ from seqbraid.models.braided import BraidedModel
 from seqbraid.models.parts import ModelParts
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.train.optimizer import check_entries, make_optimizer, trained
-from seqbraid.train.optimizers.kinds import Kind
+from seqbraid.train.optimizers.kinds import OptimizerKind
 from seqbraid.train.step_config import StepConfig
 from tests.helpers.ranks import errors, run
 
@@ -180,7 +180,7 @@ def test_muon_has_master_weights_too() -> None:
 )
 def test_what_could_not_be_resumed_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Kind.of(StepConfig(**settings))
+        OptimizerKind.of(StepConfig(**settings))
 
 
 class Counted(torch.optim.SGD):

@@ -21,11 +21,11 @@ import pytest
 from torch import nn
 from torch.distributed import TCPStore
 
-from seqbraid.comm.heartbeat import Seen
+from seqbraid.comm.heartbeat import RankStatus
 from seqbraid.data.stream.workers import Workers
 from seqbraid.train.config import MeshConfig, TimeoutConfig, TrainConfig
 from seqbraid.train.setup import make_mesh
-from seqbraid.train.stuck import Rank, describe, laggards
+from seqbraid.train.stuck import Rank, describe_ranks, laggards
 from seqbraid.train.trainer import Trainer
 from seqbraid.train.watchdog import watched
 from tests.helpers.ranks import errors, run
@@ -234,8 +234,8 @@ def test_ranks_that_never_come_are_named(examples: Path, tmp_path: Path) -> None
     assert f"the job's store at 127.0.0.1:{server.port}" in first
 
 
-def seen(step: int = 5, waits: bool = True, stalled_s: float = 9.0) -> Seen:
-    return Seen("a", 7, step, "the update", stalled_s, "all_gather (x.py:1)", waits, 1, 0.0)
+def seen(step: int = 5, waits: bool = True, stalled_s: float = 9.0) -> RankStatus:
+    return RankStatus("a", 7, step, "the update", stalled_s, "all_gather (x.py:1)", waits, 1, 0.0)
 
 
 def test_who_lags() -> None:
@@ -246,9 +246,9 @@ def test_who_lags() -> None:
     assert laggards({0: waiting, 1: waiting}) == []
     assert laggards({0: busy}) == [0]
     assert laggards({0: busy, 1: busy}) == []
-    text = describe({0: waiting, 1: waiting})
+    text = describe_ranks({0: waiting, 1: waiting})
     assert text.startswith("ranks 0, 1 wait in step 5, the update: all_gather (x.py:1); no rank is behind")
     assert "no rank is behind: their collectives do not match" in text
-    text = describe({0: busy, 1: busy})
+    text = describe_ranks({0: busy, 1: busy})
     assert "none of them waits for another" in text and "collectives" not in text
-    assert describe({0: waiting, 1: Rank(None, 9.0)}).startswith("rank 1 has never sent a heartbeat; ")
+    assert describe_ranks({0: waiting, 1: Rank(None, 9.0)}).startswith("rank 1 has never sent a heartbeat; ")

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from ..records.parts import Kind, MediaRef
+from ..records.parts import MediaKind, MediaRef
 from . import decode_audio, decode_image, decode_video
 from .decode_audio import AudioInfo
 from .decode_video import VideoInfo
@@ -90,7 +90,7 @@ class MediaFiles:
             )
 
     @contextmanager
-    def _open(self, kind: Kind, ref: MediaRef | str) -> Iterator[BinaryIO]:
+    def _open(self, kind: MediaKind, ref: MediaRef | str) -> Iterator[BinaryIO]:
         source = ref if isinstance(ref, str) else ref.source
         with _named(kind, source):
             if source[:5].lower() == "data:":

@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..chat.spans import Span
-from ..records.parts import Kind
+from ..records.parts import MediaKind
 
-KINDS: tuple[Kind, ...] = ("image", "video", "audio")
+KINDS: tuple[MediaKind, ...] = ("image", "video", "audio")
 
 
 class Placeholder(NamedTuple):
     """The one token that stands for a media item before it is expanded."""
 
-    kind: Kind
+    kind: MediaKind
     start: int
     stop: int
 
@@ -51,7 +51,7 @@ class Placeholders:
     """How a processor's placeholders look."""
 
     def __init__(self, processor: Any) -> None:
-        self.token: dict[Kind, str] = {
+        self.token: dict[MediaKind, str] = {
             kind: getattr(processor, f"{kind}_token")
             for kind in KINDS
             if getattr(processor, f"{kind}_token", None) is not None
@@ -66,7 +66,7 @@ class Placeholders:
         self._pattern = re.compile("|".join(map(re.escape, self.token.values())) or r"(?!)")
         self._kinds = {token: kind for kind, token in self.token.items()}
 
-    def find(self, text: str, kinds: Sequence[Kind]) -> list[Placeholder]:
+    def find(self, text: str, kinds: Sequence[MediaKind]) -> list[Placeholder]:
         """The placeholders of a rendered conversation, which are those of its media, in order."""
         found = [Placeholder(self._kinds[m[0]], *m.span()) for m in self._pattern.finditer(text)]
         if [place.kind for place in found] != list(kinds):

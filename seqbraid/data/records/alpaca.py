@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from .conversation import MEDIA_KEYS, Conversation, Message, conversation_of, history_turns
+from .conversation import MEDIA_KEYS, Conversation, RawMessage, conversation_of, history_turns
 from .known_keys import known_keys
 from .plain_json import show
 
@@ -24,7 +24,7 @@ def parse_alpaca(record: Mapping[str, Any], ignored: Collection[str] = ()) -> Co
     return conversation_of(said, _messages(said))
 
 
-def _messages(said: Mapping[str, Any]) -> Iterator[Message]:
+def _messages(said: Mapping[str, Any]) -> Iterator[RawMessage]:
     yield from history_turns(said)
     for key in ("instruction", "input", "output"):
         if not isinstance(said.get(key, ""), str):

@@ -27,10 +27,10 @@ def contents(source: Any) -> Contents:
     return found if weights is None else {**found, "": str(weights)}
 
 
-def difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+def describe_changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """What is otherwise than before, in words; empty where nothing is known.
 
-    >>> difference({"a.jsonl": "1", "b.jsonl": "2"}, {"b.jsonl": "3", "c.jsonl": "4"})
+    >>> describe_changes({"a.jsonl": "1", "b.jsonl": "2"}, {"b.jsonl": "3", "c.jsonl": "4"})
     'b.jsonl changed; a.jsonl is missing; c.jsonl is new'
     """
     if not (before and now):

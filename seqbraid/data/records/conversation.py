@@ -22,11 +22,11 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from .known_keys import known_keys
-from .parts import LIST_OF_KIND, Kind, Marker, MediaRef, listed_media, parse_content
+from .parts import LIST_OF_KIND, Marker, MediaKind, MediaRef, listed_media, parse_content
 from .plain_json import check_plain, show
 from .tools import calls_of_text, parse_tool_calls, parse_tools
 
-__all__ = ["Conversation", "Kind", "MediaRef", "Role", "Turn", "parse_conversation"]
+__all__ = ["Conversation", "MediaKind", "MediaRef", "Role", "Turn", "parse_conversation"]
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -67,7 +67,7 @@ EXTRA = ("tool_calls", "reasoning_content", "name", "tool_call_id")
 LOSS_KEYS = ("loss", "train", "weight")
 """Keys that say whether a message has labels; `weight`, OpenAI's name for it, may be any number."""
 
-Message = tuple[str, Role, Mapping[str, Any]]
+RawMessage = tuple[str, Role, Mapping[str, Any]]
 """Where a turn stands, its role, and the message with its `content`, whatever the format."""
 
 _Draft = tuple[str, Role, list[Any], Mapping[str, Any]]
@@ -155,11 +155,11 @@ def parse_conversation(record: Any, ignored: Collection[str] = ()) -> Conversati
     return conversation_of(said, _messages(said, ignored))
 
 
-def conversation_of(said: Mapping[str, Any], messages: Iterable[Message]) -> Conversation:
+def conversation_of(said: Mapping[str, Any], messages: Iterable[RawMessage]) -> Conversation:
     """The conversation of some messages, with the media, tools and system prompt that the record has beside
     them; they are read only after what the record holds is known to be plain JSON.
     """
-    listed = {kind: _listed(said, kind) for kind in get_args(Kind)}
+    listed = {kind: _listed(said, kind) for kind in get_args(MediaKind)}
     check_plain(said)
     kinds_listed = frozenset(kind for kind, refs in listed.items() if refs)
     turns: list[_Draft] = []
@@ -174,7 +174,7 @@ def conversation_of(said: Mapping[str, Any], messages: Iterable[Message]) -> Con
     return Conversation(checked, parse_tools(said.get("tools")))
 
 
-def _listed(record: Mapping[str, Any], kind: Kind) -> list[MediaRef]:
+def _listed(record: Mapping[str, Any], kind: MediaKind) -> list[MediaRef]:
     """The media that stand beside the turns, several under `images` or one under `image`."""
     names = [name for name in (LIST_OF_KIND[kind], kind) if name in record]
     if len(names) > 1:
@@ -182,7 +182,7 @@ def _listed(record: Mapping[str, Any], kind: Kind) -> list[MediaRef]:
     return listed_media(record[names[0]], kind, names[0]) if names else []
 
 
-def _messages(record: Mapping[str, Any], ignored: Collection[str]) -> Iterator[Message]:
+def _messages(record: Mapping[str, Any], ignored: Collection[str]) -> Iterator[RawMessage]:
     styles = [key for key in ("messages", "conversations", "response") if key in record]
     also = [key for key in ("query", "history") if key in record and styles != ["response"]]
     if len(styles) != 1 or also:
@@ -197,7 +197,7 @@ def _messages(record: Mapping[str, Any], ignored: Collection[str]) -> Iterator[M
         yield from listed_turns(record[style], style, ignored)
 
 
-def _with_system(record: Mapping[str, Any], messages: Iterable[Message]) -> Iterator[Message]:
+def _with_system(record: Mapping[str, Any], messages: Iterable[RawMessage]) -> Iterator[RawMessage]:
     turns = list(messages)
     if "system" in record:
         if not isinstance(record["system"], str):
@@ -208,11 +208,11 @@ def _with_system(record: Mapping[str, Any], messages: Iterable[Message]) -> Iter
     yield from turns
 
 
-def listed_turns(messages: Any, style: str, ignored: Collection[str]) -> Iterator[Message]:
+def listed_turns(messages: Any, style: str, ignored: Collection[str]) -> Iterator[RawMessage]:
     """The turns of a list of messages that stands under the key `style`, ShareGPT's `conversations` or one
     in OpenAI's words. Calls that are turns of their own become part of the assistant's turn before them.
     """
-    spoken: list[Message] = []
+    spoken: list[RawMessage] = []
     for where, role, message, calls in _spoken(messages, style, ignored):
         if calls and spoken and spoken[-1][1] == "assistant":
             before = spoken[-1][2]
@@ -261,7 +261,7 @@ def _spoken(
             yield where, roles[role], {**turn, "content": message.get(what)}, False
 
 
-def history_turns(record: Mapping[str, Any]) -> Iterator[Message]:
+def history_turns(record: Mapping[str, Any]) -> Iterator[RawMessage]:
     """The turns of `history`, a list of pairs, all of whose answers the loss covers."""
     history = record.get("history", [])
     if not isinstance(history, list):
@@ -273,10 +273,10 @@ def history_turns(record: Mapping[str, Any]) -> Iterator[Message]:
         yield f"history[{number}][1]", "assistant", {"content": pair[1]}
 
 
-def _place_listed(turns: Sequence[_Draft], listed: Mapping[Kind, list[MediaRef]]) -> None:
+def _place_listed(turns: Sequence[_Draft], listed: Mapping[MediaKind, list[MediaRef]]) -> None:
     """Put the items of `images`, `videos`, `audios` where their markers are, in place."""
     unmarked: list[MediaRef] = []
-    for kind in get_args(Kind):
+    for kind in get_args(MediaKind):
         refs = listed[kind]
         places = [
             (parts, place)

@@ -10,11 +10,11 @@ from typing import Any, Literal, get_args
 
 from .plain_json import show
 
-Kind = Literal["image", "video", "audio"]
+MediaKind = Literal["image", "video", "audio"]
 
-LIST_OF_KIND: dict[Kind, str] = {"image": "images", "video": "videos", "audio": "audios"}
+LIST_OF_KIND: dict[MediaKind, str] = {"image": "images", "video": "videos", "audio": "audios"}
 
-OPTIONS: dict[Kind, tuple[str, ...]] = {
+OPTIONS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("min_pixels", "max_pixels", "resized_height", "resized_width"),
     "video": (
         *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
@@ -26,7 +26,9 @@ OPTIONS: dict[Kind, tuple[str, ...]] = {
 
 LARGEST_OPTION = 2**40
 
-PART_TYPES: dict[str, Kind] = {f"{kind}{tail}": kind for kind in get_args(Kind) for tail in ("", "_url")}
+PART_TYPES: dict[str, MediaKind] = {
+    f"{kind}{tail}": kind for kind in get_args(MediaKind) for tail in ("", "_url")
+}
 
 _MARKER = re.compile("<(image|video|audio)>")
 
@@ -35,7 +37,7 @@ _MARKER = re.compile("<(image|video|audio)>")
 class MediaRef:
     """A picture, video or sound that a turn refers to, not opened yet."""
 
-    kind: Kind
+    kind: MediaKind
     source: str
     """As the record has it: a path below the media folder, a URL, or a `data:` URI with the file in it."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class MediaRef:
 class Marker:
     """The place of an item that stands in a list beside the messages."""
 
-    kind: Kind
+    kind: MediaKind
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -54,7 +56,7 @@ Part = str | MediaRef | Marker
 
 
 def parse_content(
-    content: Any, kinds_listed: Set[Kind], where: str, may_be_absent: bool = False
+    content: Any, kinds_listed: Set[MediaKind], where: str, may_be_absent: bool = False
 ) -> list[Part]:
     """The parts of a message's content, which is a text or a list of parts.
 
@@ -73,7 +75,7 @@ def parse_content(
     return parts
 
 
-def listed_media(items: Any, kind: Kind, where: str) -> list[MediaRef]:
+def listed_media(items: Any, kind: MediaKind, where: str) -> list[MediaRef]:
     """The items of `images`, `videos` or `audios`."""
     if items is None:
         return []
@@ -84,7 +86,7 @@ def listed_media(items: Any, kind: Kind, where: str) -> list[MediaRef]:
     return [_listed_item(item, kind, f"{where}[{number}]") for number, item in enumerate(items)]
 
 
-def _listed_item(item: Any, kind: Kind, where: str) -> MediaRef:
+def _listed_item(item: Any, kind: MediaKind, where: str) -> MediaRef:
     if isinstance(item, dict):
         item = _without_null(item)
         if "bytes" in item:
@@ -98,7 +100,7 @@ def _listed_item(item: Any, kind: Kind, where: str) -> MediaRef:
     return MediaRef(kind, _source(item, kind, where))
 
 
-def _parse_part(part: Any, kinds_listed: Set[Kind], where: str) -> list[Part]:
+def _parse_part(part: Any, kinds_listed: Set[MediaKind], where: str) -> list[Part]:
     if not isinstance(part, dict):
         raise ValueError(f'{where} is an object such as {{"type": "text", "text": …}}, not {show(part)}')
     part = _without_null(part)
@@ -127,7 +129,7 @@ def _parse_part(part: Any, kinds_listed: Set[Kind], where: str) -> list[Part]:
     return [MediaRef(kind, _source(source, kind, f"{where}.{sources[0]}"), options)]
 
 
-def _split(text: str, kinds: Set[Kind]) -> list[Part]:
+def _split(text: str, kinds: Set[MediaKind]) -> list[Part]:
     """Cut a text at its markers of these kinds."""
     parts: list[Part] = []
     start = 0
@@ -138,7 +140,7 @@ def _split(text: str, kinds: Set[Kind]) -> list[Part]:
     return [part for part in [*parts, text[start:]] if part != ""]
 
 
-def _source(source: Any, kind: Kind, where: str) -> str:
+def _source(source: Any, kind: MediaKind, where: str) -> str:
     if isinstance(source, list) and kind == "video":
         raise ValueError(f"{where} is a list; a video is one file here, so join the frames into one")
     if not isinstance(source, str) or not source:
@@ -153,7 +155,7 @@ def _inline_audio(audio: Any, where: str) -> MediaRef:
     return MediaRef("audio", f"data:audio/{audio.get('format', '')};base64,{audio['data']}")
 
 
-def _options(item: Mapping[str, Any], kind: Kind, known: Set[str], where: str) -> dict[str, Any]:
+def _options(item: Mapping[str, Any], kind: MediaKind, known: Set[str], where: str) -> dict[str, Any]:
     options = {key: value for key, value in item.items() if key not in known}
     for key, value in options.items():
         if key not in OPTIONS[kind]:

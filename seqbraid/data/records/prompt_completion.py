@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .conversation import LOSS_KEYS, MEDIA_KEYS, Conversation, Message, conversation_of, listed_turns
+from .conversation import LOSS_KEYS, MEDIA_KEYS, Conversation, RawMessage, conversation_of, listed_turns
 from .known_keys import known_keys
 from .plain_json import check_plain, show
 
@@ -47,7 +47,7 @@ def parse_prompt_completion(
     return Completion(prompt, completion)
 
 
-def _messages(prompt: Any, completion: Any, ignored: Collection[str]) -> Iterator[Message]:
+def _messages(prompt: Any, completion: Any, ignored: Collection[str]) -> Iterator[RawMessage]:
     for where, role, message in listed_turns(prompt, "prompt", ignored):
         for key in LOSS_KEYS:
             if message.get(key):

@@ -16,7 +16,7 @@ from ...comm.whereabouts import Whereabouts
 from ...layout.packing import level_rows
 from ...mesh import Mesh
 from ...models.media import media_ranks
-from ..records.contents import contents, difference
+from ..records.contents import contents, describe_changes
 from .encoding import Encoding, Preparation, Ready, StepEncoder
 from .left_out import BadSamples, LeftOut, OverLongSamples
 from .measure import Clock, Measuring, raise_if_stopped, stopped
@@ -347,7 +347,7 @@ class Loader:
             )
         for name, value in self._settings.items():
             saved = state["settings"].get(name)
-            what = difference(state.get("files", {}), self._files) if name == "source" else ""
+            what = describe_changes(state.get("files", {}), self._files) if name == "source" else ""
             if saved != value and what:
                 raise ValueError(
                     f"the training data are not those that the run began with: {what}. A run resumes on the "

@@ -41,7 +41,7 @@ class ChatOptions:
 
 
 @dataclass
-class Media:
+class Attachments:
     """What is shown with the next message."""
 
     images: list[Any] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Chat:
             raise ValueError(f"{path}: {type(self.model).__name__} has no audio encoder; leave the audio out")
         return _files(path).audio(path.name, extractor.sampling_rate)
 
-    def ask(self, text: str, media: Media, says: Callable[[str], None]) -> str:
+    def ask(self, text: str, media: Attachments, says: Callable[[str], None]) -> str:
         """The answer to a message, told piece by piece; a Ctrl-C ends it, and what was said is kept.
 
         Where anything goes wrong before the first piece, the message is as if it had not been said.

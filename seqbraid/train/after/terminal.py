@@ -11,7 +11,7 @@ from ...mesh import launched
 from ...printable import printable
 from ..progress import clocked_lines
 from ..setup import make_device
-from .chat import Chat, ChatOptions, Media
+from .chat import Attachments, Chat, ChatOptions
 from .load import load_usable
 
 with suppress(ImportError):  # not on Windows
@@ -34,7 +34,9 @@ def talk(
     try:
         usable = load_usable(folder, checkpoint, make_device())
         chat = Chat(usable, options or ChatOptions())
-        media = Media([chat.load_image(path) for path in images], [chat.load_audio(path) for path in clips])
+        media = Attachments(
+            [chat.load_image(path) for path in images], [chat.load_audio(path) for path in clips]
+        )
     except KeyboardInterrupt:
         return 130
     _print(f"{usable.name}: {type(usable.model).__name__}. {HELP}")
@@ -51,12 +53,12 @@ def talk(
         except ValueError as error:
             _print(str(error))
         else:
-            media = Media()
+            media = Attachments()
             _print("")
     return 0
 
 
-def _command(chat: Chat, line: str, media: Media) -> None:
+def _command(chat: Chat, line: str, media: Attachments) -> None:
     """What begins with a slash."""
     name, _, rest = line.strip().partition(" ")
     try:

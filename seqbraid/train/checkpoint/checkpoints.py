@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...comm.consensus import agree, gather_ints
 from ...mesh import Mesh
 from . import files
-from .choose import WAY_OUT, candidates, choose, set_back
+from .choose import WAY_OUT, candidates, choose_checkpoint, set_back
 from .files import FileRecord, check_share
 from .index import Index, check_index, check_tensors, rank_file
 from .job import CheckpointError, Failed, Job, Published
@@ -171,7 +171,11 @@ class Checkpoints:
             if self.mesh.rank == 0:
                 try:
                     recover(self.folder, busy=None if self._job is None else f"{self._job.name}.tmp")
-                    found = None if resume == "latest-intact" else choose(self.folder, resume, self.way_out)
+                    found = (
+                        None
+                        if resume == "latest-intact"
+                        else choose_checkpoint(self.folder, resume, self.way_out)
+                    )
                     step = -1 if found is None else files.step_of(found)
                 except OSError as problem:
                     reason = str(problem)

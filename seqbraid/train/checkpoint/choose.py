@@ -24,7 +24,7 @@ def check_resume(resume: str) -> None:
         raise ValueError(f"resume={resume!r} is unknown; use auto, never, must, latest-intact or step:N")
 
 
-def choose(root: Path, resume: str, way_out: str = WAY_OUT) -> Path | None:
+def choose_checkpoint(root: Path, resume: str, way_out: str = WAY_OUT) -> Path | None:
     """The folder to resume from, by sizes; None to start over. Not for `latest-intact`, which
     reads it all.
     """

@@ -21,7 +21,7 @@ THUMBNAIL = 96
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenRun:
     """Tokens of a sample that follow each other and are alike."""
 
     text: str
@@ -40,7 +40,7 @@ class PackedSample:
     where: str
     tokens: int
     labels: int
-    pieces: list[Piece]
+    pieces: list[TokenRun]
     part: str = ""
     """Which tokens of the sample these are, where they are not all."""
 
@@ -98,7 +98,7 @@ def _sample(reader: Reader, draw: Draw, where: str, sample: dict[str, Any]) -> P
 
 def _pieces(
     encoder: SampleEncoder, ids_T: Any, labels_T: Any, refs: Sequence[MediaRef], sample: dict[str, Any]
-) -> Iterator[Piece]:
+) -> Iterator[TokenRun]:
     kind_of = {
         int(encoder.tokenizer.convert_tokens_to_ids(token)): kind
         for kind, token in encoder.placeholders.token.items()
@@ -111,7 +111,7 @@ def _pieces(
     decode = _decoder(encoder.tokenizer, ids_T)
     for (start, stop), ref in zip(spans, items, strict=True):
         kind, labelled = alike[start]
-        yield Piece("" if kind else decode(start, stop), stop - start, labelled, kind, ref)
+        yield TokenRun("" if kind else decode(start, stop), stop - start, labelled, kind, ref)
 
 
 def _items(kinds: Sequence[str], refs: Sequence[MediaRef], sample: dict[str, Any]) -> list[MediaRef | None]:

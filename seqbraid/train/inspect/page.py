@@ -13,7 +13,7 @@ from ..config import TrainConfig
 from ..config_file import to_yaml
 from ..report.style import STYLE
 from .findings import Findings, Spread
-from .packed import PackedRow, PackedSample, Piece, name_of, thumbnail
+from .packed import PackedRow, PackedSample, TokenRun, name_of, thumbnail
 
 GENERATOR = "<meta name='generator' content='seqbraid inspect'>"
 OWN_STYLE = """
@@ -151,7 +151,7 @@ def _sample(number: int, sample: PackedSample, encoder: SampleEncoder) -> str:
     return f"<section class='sample'><header>{escape(head)}</header><pre>{said}</pre></section>"
 
 
-def _piece(piece: Piece, encoder: SampleEncoder) -> str:
+def _piece(piece: TokenRun, encoder: SampleEncoder) -> str:
     if not piece.media:
         text = escape(piece.text)
         return f"<mark>{text}</mark>" if piece.labelled else text

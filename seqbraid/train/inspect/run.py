@@ -20,7 +20,7 @@ from .findings import Findings, findings
 from .packed import PackedRow, packed_row
 from .page import write_page
 from .survey import Reader, Survey, survey
-from .terminal import show
+from .terminal import print_findings
 
 SAMPLES = 2000
 
@@ -49,7 +49,7 @@ def inspect(
     seen = _survey(reader, samples)
     found = findings(config, model.config, mesh, seen, flops)
     packed = packed_row(reader, row) if seen.rows else PackedRow(row, [], config.data.row_tokens, [])
-    show(console, config, found, packed, reader.encoder)
+    print_findings(console, config, found, packed, reader.encoder)
     if html is not None:
         write_page(html, config, found, packed, reader.encoder)
         console.print(f"wrote {printable(html)}", markup=False, highlight=False)

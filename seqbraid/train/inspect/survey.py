@@ -22,7 +22,7 @@ LISTED = 5
 """So many samples of each kind of trouble are named."""
 
 
-class Seen(NamedTuple):
+class SampleStats(NamedTuple):
     """A sample that was looked at."""
 
     source: int
@@ -46,7 +46,7 @@ class Survey:
     """Samples of an epoch."""
     looked_at: int
     """Of them."""
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[SampleStats] = field(default_factory=list)
     """Those that can be used."""
     bad: list[BadSample] = field(default_factory=list)
     num_bad: int = 0
@@ -81,12 +81,12 @@ class Reader:
         self.source, self.encoder, self.asked = source, encoder, rows
         self.rows = replace(rows, epochs=1, rows_per_step=1, over_long=over_long, on_bad_sample="skip")
         self.order = order_of(source, self.rows)
-        self._measured: dict[int, tuple[Measured, Seen | None]] = {}
+        self._measured: dict[int, tuple[Measured, SampleStats | None]] = {}
         parts = source.sources if isinstance(source, JoinedSource) else [source]
         self.names = [_name(part) for part in parts]
         self._ends = np.cumsum([len(part) for part in parts])
 
-    def measured(self, sample: int) -> tuple[Measured, Seen | None]:
+    def measured(self, sample: int) -> tuple[Measured, SampleStats | None]:
         """A sample's length and more; no more of one that is bad."""
         if sample not in self._measured:
             try:
@@ -106,13 +106,13 @@ class Reader:
 
         return StepPlanner(order, measure, self.rows, self.source.where)
 
-    def _look(self, sample: int) -> Seen:
+    def _look(self, sample: int) -> SampleStats:
         look = self.encoder.look(self.source[sample])
         length, row_tokens = len(look.ids_T), self.rows.row_tokens
         if self.rows.over_long == "split":
             check_split(length, row_tokens, self.encoder.all_labelled)
         cuts = self.rows.over_long == "truncate"
-        return Seen(
+        return SampleStats(
             int(np.searchsorted(self._ends, sample, side="right")),
             length,
             num_targets(look.labels_T),

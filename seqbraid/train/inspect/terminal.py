@@ -15,7 +15,7 @@ from ...data.encode import SampleEncoder
 from ...printable import printable
 from ..config import TrainConfig
 from .findings import Findings, Spread
-from .packed import PackedRow, PackedSample, Piece, name_of, thumbnail
+from .packed import PackedRow, PackedSample, TokenRun, name_of, thumbnail
 
 # Named by their values: themes of terminals have greens and yellows on which black cannot be read.
 LABELLED = Style(color="#0b2e17", bgcolor="#a6e3b4")
@@ -32,7 +32,7 @@ PICTURE_CELLS = 18
 """Width and height of a thumbnail; a cell shows two pixels, one above the other."""
 
 
-def show(
+def print_findings(
     console: Console, config: TrainConfig, found: Findings, packed: PackedRow, encoder: SampleEncoder
 ) -> None:
     """Print all of it."""
@@ -133,7 +133,7 @@ def _text(sample: PackedSample, colors: bool) -> Text:
     return text
 
 
-def _said(piece: Piece) -> str:
+def _said(piece: TokenRun) -> str:
     if not piece.media:
         return printable(piece.text)
     name = f" {printable(name_of(piece.ref))}" if piece.ref is not None else ""

@@ -23,7 +23,7 @@ TRIED_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """An optimizer that a run may have."""
 
     name: str
@@ -41,7 +41,7 @@ class Kind:
     """Whether each number of a parameter is changed by its own gradient and state alone."""
 
     @staticmethod
-    def of(config: StepConfig) -> Kind:
+    def of(config: StepConfig) -> OptimizerKind:
         """The optimizer of a configuration; ValueError where it cannot be used."""
         name, make = config.optimizer, _class_of(config.optimizer)
         options = _options(config, make)
@@ -56,9 +56,9 @@ class Kind:
             raise ValueError(f"train.optimizer={name!r} takes no lr, so train.lr would do nothing")
         _check_zero_gradient(name, make, options)
         if issubclass(make, torch.optim.Muon):
-            return Kind(name, make, options, True, frozenset({"momentum_buffer"}), 1.0, False)
+            return OptimizerKind(name, make, options, True, frozenset({"momentum_buffer"}), 1.0, False)
         entries, copies, by_number = _tried(name, make, options)
-        return Kind(name, make, options, decays, entries, copies, by_number)
+        return OptimizerKind(name, make, options, decays, entries, copies, by_number)
 
     @property
     def is_muon(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...distributed.gradients import local
+from ...models.tensor_parts import own_part
 
 MASTER = "master"
 """The entry of a parameter's state that is its float32 copy."""
@@ -66,7 +66,7 @@ class PartwiseOptimizer(torch.optim.Optimizer):
         for p in self._own:
             if p.grad is not None:
                 if p in self._sums:
-                    local(self._sums[p]).add_(local(p.grad))
+                    own_part(self._sums[p]).add_(own_part(p.grad))
                 else:
                     self._sums[p] = p.grad.float()
                 p.grad = None
@@ -105,9 +105,9 @@ class PartwiseOptimizer(torch.optim.Optimizer):
         state = self.state[p]
         if self.has_masters and MASTER not in state:
             state[MASTER] = p.detach().float()
-        own.data = local(state[MASTER] if self.has_masters else p.detach())
-        own.grad = local(gradient)
-        kept = {key: local(x) if isinstance(x, Tensor) else x for key, x in state.items() if key != MASTER}
+        own.data = own_part(state[MASTER] if self.has_masters else p.detach())
+        own.grad = own_part(gradient)
+        kept = {key: own_part(x) if isinstance(x, Tensor) else x for key, x in state.items() if key != MASTER}
         if kept or own not in self._inner_of[own].state:  # some make their state when they are made
             self._inner_of[own].state[own] = kept
 
@@ -115,16 +115,16 @@ class PartwiseOptimizer(torch.optim.Optimizer):
         state, found = self.state[p], self._inner_of[own].state.pop(own, {})
         for key, value in found.items():
             before = state.get(key)
-            if not (isinstance(before, Tensor) and local(before) is value):
+            if not (isinstance(before, Tensor) and own_part(before) is value):
                 state[key] = _as_its_parameter(value, p)
         if self.has_masters:
-            local(p).copy_(own.data)
+            own_part(p).copy_(own.data)
         own.grad = None
 
 
 def _placeholder(p: Tensor) -> nn.Parameter:
     """Of the shape of this rank's part, and without memory of its own."""
-    return nn.Parameter(torch.zeros((), device=p.device).expand(local(p.detach()).shape))
+    return nn.Parameter(torch.zeros((), device=p.device).expand(own_part(p.detach()).shape))
 
 
 def _as_its_parameter(value: Any, p: Tensor) -> Any:

@@ -52,7 +52,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Axis:
+class PlotAxis:
     """A range of values along some pixels."""
 
     low: float
@@ -102,9 +102,9 @@ def line_plot(
     _check(series)
     x_values = [float(x) for one in series for x in one.x]
     y_values = [float(y) for one in series for y in one.y]
-    x_axis = Axis(*_widened(min(x_values), max(x_values)), LEFT, WIDTH - RIGHT)
+    x_axis = PlotAxis(*_widened(min(x_values), max(x_values)), LEFT, WIDTH - RIGHT)
     top = TOP if legend else TOP - LEGEND_HEIGHT
-    y_axis = Axis(*(y_range or data_range(y_values, log)), HEIGHT - BOTTOM, top, log)
+    y_axis = PlotAxis(*(y_range or data_range(y_values, log)), HEIGHT - BOTTOM, top, log)
 
     root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
     root.attrib |= {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "font-family": FONT, "font-size": "12"}
@@ -195,7 +195,7 @@ def _check(series: Sequence[Series]) -> None:
             raise ValueError(f"series {one.name!r} holds {bad[0]}, which cannot be drawn; leave it out")
 
 
-def _draw_axes(page: ET.Element, x_axis: Axis, y_axis: Axis, x_label: str, y_label: str) -> None:
+def _draw_axes(page: ET.Element, x_axis: PlotAxis, y_axis: PlotAxis, x_label: str, y_label: str) -> None:
     grid = _add(page, "g", stroke="currentColor", stroke_opacity=0.16)
     names = _add(page, "g", fill_opacity=0.75)
     for value in y_axis.ticks:
@@ -227,7 +227,7 @@ def _draw_legend(page: ET.Element, series: Sequence[Series]) -> None:
         _add(legend, "text", one.name, x=x + 31, y=43)
 
 
-def _draw_marks(root: ET.Element, marks: Sequence[Mark], x_axis: Axis, y_axis: Axis) -> None:
+def _draw_marks(root: ET.Element, marks: Sequence[Mark], x_axis: PlotAxis, y_axis: PlotAxis) -> None:
     """Below the curves, each with a wider, unseen line that the pointer finds."""
     for mark in marks:
         x = f"{x_axis.place(mark.x):.2f}"
