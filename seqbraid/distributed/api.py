@@ -15,6 +15,7 @@ from ..models.braided import BraidedModel
 from ..models.mtp import attached
 from ..models.mtp_module import MtpOptions
 from ..models.stage import Stage, without_weights
+from ..models.unchanged import resizing_refused
 from ..ops.kernels import KernelOptions
 from ..plan.memory import MemoryOptions
 from ..plan.pipeline import PipelineOptions, cut_into_stages
@@ -99,6 +100,7 @@ def parallelize(
         braided.pipeline = StagePipeline(braided, own, dtype, tied)
     if mesh.world_size > 1 or any(p.dtype != (compute_dtype or p.dtype) for p in model.parameters()):
         shard_parameters(braided, mesh, compute_dtype)
+        braided.until_release(resizing_refused(model))
     return braided
 
 

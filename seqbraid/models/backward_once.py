@@ -1,4 +1,4 @@
-"""The loss of a step: one backward, of first order, begun by all ranks or by none."""
+"""The loss of a step: one backward, of first order, begun by all ranks or by none, and none after it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,32 @@ class _BackwardOnce(torch.autograd.Function):
             agree(ctx.group, error, alike={"the call": "backward"})
         ctx.done = True
         return dloss, None
+
+
+class DifferentiatedLoss(Tensor):
+    """A loss whose gradients are in `.grad` already; what is computed from it is a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: torch would say that there is no graph, not why."""
+        raise ValueError(
+            "backward was called on the loss of forward_backward, which has run the backward already (or, "
+            "under torch.no_grad(), has none to run): the gradients are in .grad. Call the optimizer's "
+            "step; for a backward of your own, take the loss of model(batch)"
+        )
+
+    def __format__(self, spec: str) -> str:
+        """A number's, as of a plain tensor."""
+        return format(self.as_subclass(Tensor), spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Saved and copied as a plain tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """A plain tensor."""
+        return self.as_subclass(Tensor).clone()
 
 
 def backward_once(loss: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -89,7 +89,7 @@ class StepOutput:
 
     loss: Tensor
     """This rank's share of the loss. From `model(batch)`: call backward on it. From `forward_backward`, which
-    has called backward: detached.
+    has called backward: detached, and a `backward` of yours on it is refused.
     """
     mean_loss: Tensor
     """Mean loss per label token, or per whatever else the sum was divided by: detached, the same on every

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .agreement import Agreed, Divisor, check_divisor
+from .backward_once import DifferentiatedLoss
 from .batch import BadBatch, PackedBatch
 from .braided import BraidedModel
 from .local_tokens import TokenLoss
@@ -98,7 +99,8 @@ def forward_backward(
     run = _in_turn if model.pipeline is None else _through_stages
     done = run(model, step.batches, StepNumbers(agreed.label_tokens, by, seed, own), after)
     metrics = None if own is None else own.metrics
-    return model.output(done.total, done.sums_N3, agreed.label_tokens, by, done.expert_counts, metrics)
+    out = model.output(done.total, done.sums_N3, agreed.label_tokens, by, done.expert_counts, metrics)
+    return replace(out, loss=out.loss.as_subclass(DifferentiatedLoss))
 
 
 class StepNumbers(NamedTuple):

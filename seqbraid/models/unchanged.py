@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -39,6 +42,23 @@ class Unchanged:
         for name in _unsharded(wrapper, last_layer):
             return f"the parameter {name!r} was replaced since it was sharded"
         return None
+
+
+@contextmanager
+def resizing_refused(model: PreTrainedModel) -> Iterator[None]:
+    """While ranks share a model's parameters, its `resize_token_embeddings` says so: it would fail."""
+    vars(model)["resize_token_embeddings"] = partial(_refuse_resizing, type(model).__name__)
+    try:
+        yield
+    finally:
+        del vars(model)["resize_token_embeddings"]
+
+
+def _refuse_resizing(name: str, new_num_tokens: int | None = None, *_: Any, **__: Any) -> None:
+    raise ValueError(
+        f"resize_token_embeddings({new_num_tokens}) was called on a {name} that is parallelized: its "
+        "embedding and head lie in parts on the ranks and cannot be resized; call it before parallelize"
+    )
 
 
 def _unsharded(wrapper: nn.Module, last_layer: nn.Module) -> Iterator[str]:

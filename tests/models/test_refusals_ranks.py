@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +227,37 @@ def resized_on_all_ranks() -> None:
     step_on(mesh, model)
 
 
+def resized(axes: dict[str, int]) -> list[str]:
+    """What ranks that share the parameters are told; then a step, and the stock method again."""
+    mesh = Mesh(**axes)
+    stock = tiny_model("llama")
+    model = sb.parallelize(stock, mesh)
+    with pytest.raises(ValueError) as refused:
+        stock.resize_token_embeddings(101)
+    samples = random_samples([20 + mesh.data_rank], 97)
+    assert sb.forward_backward(model, [sb.pack(samples, stock.config, mesh)]).mean_loss > 0
+    assert model.release().resize_token_embeddings.__func__ is type(stock).resize_token_embeddings
+    return [str(refused.value)]
+
+
+def differentiated_again(axes: dict[str, int]) -> list[str]:
+    """What ranks are told that call backward on what `forward_backward` gave, in a step or an evaluation."""
+    model = sb.parallelize(tiny_model("llama"), Mesh(**axes))
+    batch = sb.pack(random_samples([20, 30], 97), model.config, model.mesh)
+    said = []
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            out = sb.forward_backward(model, [batch])
+        with pytest.raises(ValueError) as refused:
+            out.loss.backward()
+        said.append(str(refused.value))
+        # Otherwise it is a number like any other.
+        half = out.loss / 2
+        assert type(half) is torch.Tensor and type(copy.deepcopy(out).loss) is torch.Tensor
+        assert pickle.loads(pickle.dumps(out.loss)) == out.loss and f"{out.loss:.3f}" == f"{half * 2:.3f}"
+    return said
+
+
 def weight_replaced_on_one_rank() -> None:
     mesh = Mesh(ring=2)
     model = sb.parallelize(tiny_model("llama"), mesh)
@@ -296,6 +329,15 @@ def test_refused_on_every_rank(function: Callable[[], None], size: int, message:
     for error in ranks.errors(function, size, limit=20):
         assert error.kind == "ValueError"
         assert message in error.message
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}, {"dp_shard": 2}], ids=str)
+def test_later_calls_of_what_is_done_are_refused(axes: dict[str, int]) -> None:
+    """A vocabulary that lies over ranks is not resized; a loss has one backward."""
+    for said in ranks.run(resized, 2, axes, limit=20):
+        assert "resize_token_embeddings(101) was called on a LlamaForCausalLM that is parallelized" in said[0]
+    for said in ranks.run(differentiated_again, 2, axes, limit=20):
+        assert all("the loss of forward_backward, which has run the backward already" in one for one in said)
 
 
 def test_an_unforeseen_error_of_one_rank_ends_the_others() -> None:
