@@ -6,9 +6,13 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 # Apart from the rest: where flash-linear-attention is installed, the stock models take it, and on a CPU they fail.
 KERNELS = $(VENV)/kernels
+# What depends on torch's release and on the device: meshes, kernels, and parity with the stock model.
+SLICE = tests/distributed tests/ops tests/models/test_mtp.py tests/models/test_mtp_ranks.py \
+	tests/models/test_taken_over_again.py tests/models/test_surface.py tests/models/test_parity.py \
+	tests/models/test_parity_ranks.py tests/train/test_train_pipeline.py tests/train/test_train_mtp.py
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: setup test test-oldest lint demo bench screens models chaos soak matrix losses clean
+.PHONY: setup test test-oldest test-slice lint demo bench screens models chaos soak matrix losses clean
 
 setup: $(READY)
 
@@ -31,6 +35,10 @@ test: lint pytest-only
 
 test-oldest:
 	$(MAKE) VENV=.venv-oldest CONSTRAINTS=constraints/oldest.txt pytest-only
+
+# On another torch or on a machine with a GPU, with the packages that are there: make test-slice BIN=/path/to/its/bin
+test-slice:
+	$(BIN)/python -m pytest $(SLICE)
 
 .PHONY: pytest-only
 pytest-only: $(KERNELS)/.ready

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +67,11 @@ def test_no_function_takes_more_than_10_parameters() -> None:
 def test_the_loader_takes_a_handful_of_parameters() -> None:
     (init,) = (node for node in functions(ROOT / "seqbraid/data/stream/loader.py") if node.name == "__init__")
     assert num_parameters(init) <= LOADER_PARAMETERS
+
+
+def test_the_slice_for_other_machines_names_tests_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (line,) = re.findall(r"^SLICE = (.+)$", makefile, re.MULTILINE)
+    paths = line.split()
+    assert len(paths) > 5
+    assert not [path for path in paths if not ((ROOT / path).is_dir() or (ROOT / path).is_file())]
