@@ -39,6 +39,7 @@ class LargestTensor(TorchDispatchMode):
         super().__init__()
         states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
         self.units = [group for state in states if (group := state._fsdp_param_group) is not None]
+        self.of_parameters = {size for unit in self.units for size in _buffers(unit)}
         self.gathered = 0
         """Bytes of whole parameters, and of those on their way."""
         self.tokens = tokens
@@ -56,12 +57,23 @@ class LargestTensor(TorchDispatchMode):
             if type(leaf) is torch.Tensor and not leaf.is_meta:
                 self.whole |= {"vocabulary"} if VOCABULARY in leaf.shape else set()
                 self.whole |= {"experts"} if self.experts and leaf.numel() >= self.experts else set()
-            # Expanded views have elements that take no memory.
             if isinstance(leaf, torch.Tensor) and max(leaf.shape, default=0) >= self.tokens:
-                elements = min(leaf.numel(), _stored(leaf))
-                if elements > self.elements:
+                stored = _stored(leaf)
+                # Parameters and their gradients, flat on their way between ranks, may be as long.
+                is_flat = stored in self.of_parameters and self.tokens not in leaf.shape
+                # Expanded views have elements that take no memory.
+                elements = min(leaf.numel(), stored)
+                if elements > self.elements and not is_flat:
                     self.elements, self.shape = elements, tuple(leaf.shape)
         return out
+
+
+def _buffers(unit: Any) -> set[int]:
+    """The numbers of the buffers in which FSDP2 sends what a unit has: of all of it or of one parameter, of a
+    rank or of all ranks.
+    """
+    own = [p.padded_sharded_param_size.numel() for p in unit.fsdp_params]
+    return {n * ranks for n in (*own, sum(own)) for ranks in (1, unit._all_gather_process_group.size())}
 
 
 def _gathered(unit: Any) -> int:
@@ -183,6 +195,11 @@ def main() -> None:
     parser.add_argument("--mesh", choices=("ring", "ulysses", "product", "tp", "ep"), default="product")
     parser.add_argument("--ranks", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4, 8])
     args = parser.parse_args()
+    if args.tokens <= max(VOCABULARY, 2 * args.hidden):
+        parser.error(
+            f"--tokens={args.tokens} cannot be told from the dims of weights of --hidden={args.hidden}; use "
+            f"more than {max(VOCABULARY, 2 * args.hidden)}"
+        )
     full = args.tokens * args.hidden
     print(
         f"one sequence of {args.tokens} tokens, hidden {args.hidden}, {args.layers} layers, mesh: {args.mesh}"

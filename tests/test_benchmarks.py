@@ -19,7 +19,8 @@ SMALL = {
     "experts": "--tokens 64 --hidden 32 --intermediate 16 --experts 8 --picks 2 --repeats 1",
     "loss_memory": "--tokens 256 --vocabulary 512 --hidden 16",
     "media_balance": "--images 8 --rows 2",
-    "memory_per_rank": "--tokens 1024 --hidden 16 --layers 1 --ranks 2",
+    # A layer has more parameters than tokens × hidden: no reason to refuse.
+    "memory_per_rank": "--tokens 256 --hidden 32 --layers 2 --ranks 2",
     "mtp_meshes": "--lengths 9 4 1",
     "packing": "--samples 2000 --row-tokens 4096 --repeats 1 --no-trl",
     "shared_decoding": "--videos 1 --pictures 2 --repeats 1",

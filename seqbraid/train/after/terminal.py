@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rich.console import Console
+from rich.text import Text
+
 from ...mesh import launched
 from ...printable import printable
 from ..progress import clocked_lines
@@ -94,4 +97,7 @@ def _say(piece: str) -> None:
 
 
 def _print(text: str) -> None:
-    print(printable(text), flush=True)
+    """A line of ours, which a terminal breaks between words."""
+    console = Console(highlight=False)
+    console.print(Text(printable(text)), soft_wrap=not console.is_terminal)
+    sys.stdout.flush()
