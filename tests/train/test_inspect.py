@@ -205,6 +205,26 @@ def test_a_page_escapes_what_data_say_and_replaces_only_its_own(data: Path) -> N
         run(wanted, data, html=page)
 
 
+def test_weights_of_labels_are_shown_where_they_are_not_1(data: Path) -> None:
+    user = {"role": "user", "content": "Again?"}
+    answers = [
+        {"role": "assistant", "content": said, "weight": weight}
+        for said, weight in (("Half.", 0.5), ("None.", 0), ("Once.", 1), ("Twice.", 2))
+    ]
+    talk = {"messages": [message for answer in answers for message in (user, answer)]}
+    write(data / "weights.jsonl", [talk, said(1)])
+    wanted, page = with_data(settings(data), train=f"{data}/weights.jsonl"), data / "weights.html"
+    _, printed = run(wanted, data, html=page)
+    assert "×n: the weight of the labels" in printed
+    found = {word: weight for weight, word in re.findall(r"(×[\d.]+)?⟦(\w+)", printed)}
+    assert found == {"Half": "×0.5", "Once": "", "Twice": "×2", "The": ""}
+    text = page.read_text(encoding="utf-8")
+    weights = re.findall(r"(?:<sup>(×[\d.]+)</sup>)?<mark>(\w+)", text)
+    assert {word: weight for weight, word in weights} == {**found, "has": ""}
+    run(settings(data), data, html=page)
+    assert "<sup>" not in page.read_text(encoding="utf-8")
+
+
 def texts(found: Findings) -> str:
     return "\n".join(f"{'STOPS ' if notice.stops else ''}{notice.text}" for notice in found.notices)
 

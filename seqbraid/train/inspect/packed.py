@@ -14,6 +14,7 @@ from ...data.records.parts import MediaRef
 from ...data.stream.plan import Draw
 from ...data.stream.tasks import Refused, Tasks, Wanted
 from ...layout.labels import IGNORE
+from ...models.batch import WEIGHTS
 from .survey import Reader
 
 THUMBNAIL = 96
@@ -31,6 +32,8 @@ class TokenRun:
     """The kind of media whose placeholders these are."""
     ref: MediaRef | None = None
     """The item, with its first placeholders."""
+    weight: float = 1.0
+    """How much each of its labels counts in the loss."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ class PackedRow:
         """Its number, and how full it is."""
         tokens = sum(sample.tokens for sample in self.samples)
         return f"Row {self.number}: {len(self.samples)} samples, {tokens:,} of {self.row_tokens:,} tokens"
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether some labels count more or less than others."""
+        return any(piece.weight != 1 for sample in self.samples for piece in sample.pieces)
 
 
 def packed_row(reader: Reader, number: int) -> PackedRow:
@@ -104,14 +112,18 @@ def _pieces(
         for kind, token in encoder.placeholders.token.items()
     }
     kinds = [kind_of.get(int(one), "") for one in ids_T]
-    alike = [(kind, bool(label != IGNORE) and not kind) for kind, label in zip(kinds, labels_T, strict=True)]
+    labelled_T = [bool(label != IGNORE) and not kind for kind, label in zip(kinds, labels_T, strict=True)]
+    weights_T = sample.get("fields", {}).get(WEIGHTS)
+    given_T = [1.0] * len(ids_T) if weights_T is None else weights_T.tolist()
+    weight_T = [weight if has else 1.0 for weight, has in zip(given_T, labelled_T, strict=True)]
+    alike = list(zip(kinds, labelled_T, weight_T, strict=True))
     edges = [0, *(n for n in range(1, len(alike)) if alike[n] != alike[n - 1]), len(alike)]
     spans = list(pairwise(edges))
     items = _items([alike[start][0] for start, _ in spans], refs, sample)
     decode = _decoder(encoder.tokenizer, ids_T)
     for (start, stop), ref in zip(spans, items, strict=True):
-        kind, labelled = alike[start]
-        yield TokenRun("" if kind else decode(start, stop), stop - start, labelled, kind, ref)
+        kind, labelled, weight = alike[start]
+        yield TokenRun("" if kind else decode(start, stop), stop - start, labelled, kind, ref, weight)
 
 
 def _items(kinds: Sequence[str], refs: Sequence[MediaRef], sample: dict[str, Any]) -> list[MediaRef | None]:

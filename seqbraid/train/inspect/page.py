@@ -139,6 +139,8 @@ def _histogram(spread: Spread) -> str:
 
 def _row(packed: PackedRow, encoder: SampleEncoder) -> str:
     legend = "<mark>has labels</mark> <span class='media'>media</span> context"
+    if packed.has_weights:
+        legend += " <sup>×n</sup> the weight of the labels behind it, where that is not 1"
     refused = "".join(f"<p class='bad'>not in the row: {escape(one)}</p>" for one in packed.refused)
     samples = "".join(_sample(number, sample, encoder) for number, sample in enumerate(packed.samples))
     return f"<h2>{escape(packed.title)}</h2><p class='soft'>{legend}</p>{refused}{samples}"
@@ -154,7 +156,8 @@ def _sample(number: int, sample: PackedSample, encoder: SampleEncoder) -> str:
 def _piece(piece: TokenRun, encoder: SampleEncoder) -> str:
     if not piece.media:
         text = escape(piece.text)
-        return f"<mark>{text}</mark>" if piece.labelled else text
+        weight = f"<sup>×{piece.weight:g}</sup>" if piece.weight != 1 else ""
+        return f"{weight}<mark>{text}</mark>" if piece.labelled else text
     name = f" {escape(name_of(piece.ref))}" if piece.ref is not None else ""
     picture = "" if piece.ref is None else thumbnail(encoder, piece.ref)
     image = ""

@@ -20,6 +20,7 @@ from .packed import PackedRow, PackedSample, TokenRun, name_of, thumbnail
 # Named by their values: themes of terminals have greens and yellows on which black cannot be read.
 LABELLED = Style(color="#0b2e17", bgcolor="#a6e3b4")
 CONTEXT = Style()
+WEIGHT = Style(dim=True)
 PLACEHOLDER = Style(color="#3d2c00", bgcolor="#f5d48a")
 BAR_CELLS = 28
 BINS = 12
@@ -92,6 +93,8 @@ def _row(packed: PackedRow, encoder: SampleEncoder, colors: bool) -> list[Render
     legend = Text.assemble(
         (packed.title, "bold"), "  ", (" has labels ", LABELLED), " ", (" media ", PLACEHOLDER), " context"
     )
+    if packed.has_weights:
+        legend.append("  ×n: the weight of the labels behind it, where that is not 1")
     shown: list[RenderableType] = [legend]
     for number, sample in enumerate(packed.samples[:SHOWN_SAMPLES]):
         parts: list[RenderableType] = [_text(sample, colors)]
@@ -123,7 +126,10 @@ def _text(sample: PackedSample, colors: bool) -> Text:
         said = _said(piece)
         if piece.media:
             text.append(said, PLACEHOLDER)
-        elif colors or not piece.labelled:
+            continue
+        if piece.weight != 1:
+            text.append(f"×{piece.weight:g}", WEIGHT)
+        if colors or not piece.labelled:
             text.append(said, LABELLED if piece.labelled else CONTEXT)
         else:
             text.append(f"⟦{said}⟧")
