@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from seqbraid.verify.pipeline_mutants import PIPELINE_MUTANTS
 from seqbraid.verify.verdict import ALLOWANCE
 from tests.helpers import ranks
+from tests.helpers.references import stored
 from tests.models.test_parity_ranks import assert_holds, load, prepared
 from tests.models.test_refusals import build
 
@@ -45,28 +45,23 @@ CASES: list[Case] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("references")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_stages_equal_each_sample_alone(folder: Path, case: Case) -> None:
+def test_stages_equal_each_sample_alone(case: Case) -> None:
     family, mesh, options = case
     data = mesh.get("dp_shard", 1)
     rows = rows_of(len(LENGTHS), data, options["micro_batches"])
     assert len(rows) == data * options["micro_batches"]
     assert any(all(LENGTHS[i] == 1 for i in row) for row in rows), "a micro-batch without a label"
-    assert_holds(folder, family, mesh, [options], LENGTHS, "whole", rows, **FOUR)
+    assert_holds(family, mesh, [options], LENGTHS, "whole", rows, **FOUR)
 
 
 @pytest.mark.parametrize(("dense", "stages"), [([0], [1, 3]), ([2, 3], [2, 2])])
-def test_a_stage_without_experts_beside_one_with(folder: Path, dense: list[int], stages: list[int]) -> None:
+def test_a_stage_without_experts_beside_one_with(dense: list[int], stages: list[int]) -> None:
     """As the first dense layers of DeepSeek-V3 may be alone on theirs; stages as the user says."""
     options = {"micro_batches": 4, "pipeline": PipelineOptions(stages=stages)}
     rows = rows_of(len(LENGTHS), 1, 4)
     changes = FOUR | {"mlp_only_layers": dense}
-    assert_holds(folder, "qwen3_moe", {"pp": 2}, [options], LENGTHS, "whole", rows, **changes)
+    assert_holds("qwen3_moe", {"pp": 2}, [options], LENGTHS, "whole", rows, **changes)
 
 
 def media_verdict(path: str, family: str, mesh: dict[str, int], micro_batches: int) -> Any:
@@ -76,14 +71,13 @@ def media_verdict(path: str, family: str, mesh: dict[str, int], micro_batches: i
     return parity.holds, parity.worst
 
 
-def media_references(folder: Path, family: str, micro_batches: int) -> str:
-    path = folder / f"{family}-{micro_batches}.pt"
-    if not path.exists():
+def media_references(family: str, micro_batches: int) -> str:
+    def make() -> Any:
         model = tiny_media_model(family)
         samples = mixed_samples(model.config)
-        references = stock_references(model, samples, rows_of(len(samples), 1, micro_batches))
-        torch.save((samples, references), path)
-    return str(path)
+        return samples, stock_references(model, samples, rows_of(len(samples), 1, micro_batches))
+
+    return stored(make, family, "mixed", micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +85,8 @@ def media_references(folder: Path, family: str, micro_batches: int) -> str:
     [("qwen3_vl", {"pp": 2}), ("qwen3_5", {"pp": 2, "ring": 2}), ("qwen3_omni", {"pp": 2})],
     ids=str,
 )
-def test_media_on_the_first_stage(folder: Path, family: str, mesh: dict[str, int]) -> None:
-    path = media_references(folder, family, 4)
+def test_media_on_the_first_stage(family: str, mesh: dict[str, int]) -> None:
+    path = media_references(family, 4)
     for holds, worst in ranks.run(media_verdict, math.prod(mesh.values()), path, family, mesh, 4):
         assert holds, worst
 
@@ -109,12 +103,12 @@ def mutated(path: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("mutant", PIPELINE_MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_defect_of_stages_is_caught(folder: Path, mutant: Any) -> None:
+def test_a_defect_of_stages_is_caught(mutant: Any) -> None:
     """The same cases hold without it, above."""
     if mutant.check == "qwen3_vl":
-        path = media_references(folder, mutant.check, 4)
+        path = media_references(mutant.check, 4)
     else:
-        path = prepared(folder, mutant.check, LENGTHS, "whole", rows_of(len(LENGTHS), 1, 4), **FOUR)
+        path = prepared(mutant.check, LENGTHS, "whole", rows_of(len(LENGTHS), 1, 4), **FOUR)
     for ratio in ranks.run(mutated, 2, path, mutant.name):
         assert ratio > 10 * ALLOWANCE
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,61 +35,48 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 
 Case = tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]
 
-ALONE: list[Case] = [
-    ("llama", {}, {"tp": 2}, {}),
+CASES: list[Case] = [
     ("llama", BIASES, {"tp": 2}, {}),
-    ("llama", {"tie_word_embeddings": True, "vocab_size": 99}, {"tp": 4}, {"micro_batches": 3}),
-    ("qwen3", {"num_key_value_heads": 4}, {"tp": 2}, {"micro_batches": 3}),
-    ("qwen3", {"num_key_value_heads": 2}, {"tp": 4}, {}),
-    ("qwen3", {"num_key_value_heads": 1, "tie_word_embeddings": False}, {"tp": 4}, {}),
-    ("gemma3", {}, {"tp": 2}, {}),
-    ("gpt_oss", {}, {"tp": 2}, {}),
-    ("qwen3_moe", {}, {"tp": 4}, {"micro_batches": 3}),
-    ("qwen3_next", {}, {"tp": 2}, {}),
-    ("qwen3_5", {}, {"tp": 2}, {"micro_batches": 3}),
-    ("qwen3_5_moe", {}, {"tp": 2}, {}),
-]
-BESIDE: list[Case] = [
-    ("qwen3", {}, {"dp_shard": 2, "tp": 2}, {"micro_batches": 3}),
+    (
+        "llama",
+        {"tie_word_embeddings": True, "vocab_size": 99, "num_key_value_heads": 1},
+        {"tp": 4},
+        {"micro_batches": 3},
+    ),
     ("llama", BIASES | {"num_key_value_heads": 1}, {"dp_replicate": 2, "tp": 2}, {}),
-    ("llama", {"num_key_value_heads": 1}, {"ring": 2, "tp": 2}, {}),
-    ("qwen3", {}, {"ulysses": 2, "tp": 2}, {}),
-    ("qwen3", {}, {"dp_shard": 2, "ring": 2, "tp": 2}, {}),
+    ("qwen3", {"num_key_value_heads": 2}, {"tp": 4}, {}),
+    ("qwen3", {}, {"dp_shard": 2, "tp": 2}, {"micro_batches": 3}),
+    ("gemma3", {}, {"ulysses": 2, "tp": 2}, {}),
+    ("gpt_oss", {}, {"tp": 2}, {}),
     ("qwen3_moe", {}, {"ring": 2, "ulysses": 2, "tp": 2}, {}),
-    ("qwen3_5", {}, {"ring": 2, "tp": 2}, {"gated_delta": "states"}),
-    ("qwen3_5", {"linear_num_key_heads": 4}, {"ulysses": 2, "tp": 2}, {"gated_delta": "heads"}),
     ("qwen3_next", {}, {"dp_shard": 2, "tp": 2}, {}),
+    ("qwen3_5", {"num_key_value_heads": 1}, {"ring": 2, "tp": 2}, {"gated_delta": "states"}),
+    ("qwen3_5", {"linear_num_key_heads": 4}, {"ulysses": 2, "tp": 2}, {"gated_delta": "heads"}),
+    ("qwen3_5_moe", {}, {"tp": 2}, {"micro_batches": 3}),
 ]
+"""`shared_grid.py` has others."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("references")
-
-
-@pytest.mark.parametrize("case", [*ALONE, *BESIDE], ids=str)
-def test_cut_equals_each_sample_alone(folder: Path, case: Case) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cut_equals_each_sample_alone(case: Case) -> None:
     family, changes, mesh, options = case
-    lengths = (*LENGTHS, 70)
     shares = math.prod(mesh.get(axis, 1) for axis in ("dp_replicate", "dp_shard"))
-    rows = rows_of(len(lengths), shares, options.get("micro_batches", 1))
-    assert_holds(folder, family, mesh, [options], lengths, rows=rows, **changes)
+    rows = rows_of(len(LENGTHS), shares, options.get("micro_batches", 1))
+    assert_holds(family, mesh, [options], LENGTHS, rows=rows, **changes)
 
 
 MEDIA: list[tuple[str, dict[str, int]]] = [
-    ("qwen3_vl", {"tp": 2}),
     ("qwen3_vl", {"ring": 2, "tp": 2}),
     ("qwen3_vl_moe", {"ulysses": 2, "tp": 2}),
-    ("qwen3_5", {"tp": 2}),
-    ("qwen3_5_moe", {"dp_shard": 2, "tp": 2}),
     ("qwen3_omni", {"tp": 2}),
 ]
+"""Beside dp_shard and ep: in `test_experts.py`."""
 
 
 @pytest.mark.parametrize(("family", "mesh"), MEDIA, ids=str)
-def test_media_are_shared_out_over_tp_as_well(folder: Path, family: str, mesh: dict[str, int]) -> None:
+def test_media_are_shared_out_over_tp_as_well(family: str, mesh: dict[str, int]) -> None:
     row = "in turn" if "dp_shard" in mesh else "mixed"
-    path = media_references(folder, family, row)
+    path = media_references(family, row)
     for ((holds, worst),) in ranks.run(media_verdicts, math.prod(mesh.values()), path, family, mesh, [{}]):
         assert holds, worst
 
@@ -107,25 +93,30 @@ def memory_gradients(family: str, options: dict[str, Any], axes: dict[str, int])
     return whole(stock)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5_moe", "qwen3_vl"])
-def test_no_switch_for_memory_changes_a_gradient(family: str) -> None:
+Switches = tuple[str, dict[str, Any], dict[str, int]]
+
+SWITCHES: list[Switches] = [
+    ("llama", {"checkpointing": "selective", "offload": True, "mlp_tile": 7}, {"tp": 2}),
+    ("qwen3_vl", {"checkpointing": "full", "reduce_gradients": "once", "loss_chunk": 9}, {"tp": 2}),
+    (
+        "qwen3_5_moe",
+        {"checkpointing": "full", "offload": True, "mlp_tile": 9},
+        {"ring": 2, "tp": 2, "ep": 2},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SWITCHES, ids=str)
+def test_no_switch_for_memory_changes_a_gradient(case: Switches) -> None:
+    family, options, axes = case
     expected = memory_gradients(family, {}, {})
     size = float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
-    switches: list[tuple[dict[str, Any], dict[str, int]]] = [
-        ({"checkpointing": "full", "offload": True, "mlp_tile": 7}, {"dp_shard": 1, "ring": 2, "tp": 2}),
-        ({"checkpointing": "selective", "offload": True, "mlp_tile": 5}, {"tp": 2}),
-        ({"checkpointing": "full", "reduce_gradients": "once"}, {"tp": 2}),
-        ({"checkpointing": "selective", "loss_chunk": 9}, {"ring": 2, "tp": 2}),
-        ({"checkpointing": "full"}, {"ring": 2, "tp": 2, "ep": 2}),
-    ]
-    of_family = {"llama": switches[:2], "qwen3_vl": switches[1:4], "qwen3_5_moe": switches}
-    for options, axes in of_family[family]:
-        size_of_mesh = math.prod(size for axis, size in axes.items() if axis != "ep")
-        for found in ranks.run(memory_gradients, size_of_mesh, family, options, axes):
-            assert found.keys() == expected.keys()
-            for name, gradient in expected.items():
-                error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-4 * size)
-                assert error < 5e-5, (name, float(error), options)
+    size_of_mesh = math.prod(size for axis, size in axes.items() if axis != "ep")
+    for found in ranks.run(memory_gradients, size_of_mesh, family, options, axes):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-4 * size)
+            assert error < 5e-5, (name, float(error))
 
 
 def test_heads_of_a_rank() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,14 @@ from seqbraid.models.tiny.media_samples import media_sample
 from seqbraid.sequence_parallel.media import MediaPlan
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from tests.helpers import ranks
+from tests.helpers.references import stored
 
-MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)]
+CASES = [(family, *mesh) for mesh in ((1, 1), (2, 2)) for family in MEDIA_FAMILIES]
+CASES += [("qwen3_5", 2, 1), ("qwen3_vl_moe", 1, 2), ("qwen3_5_moe", 4, 2), ("qwen3_omni", 4, 2)]
+"""Family, ring and ulysses; `ranks_grid.py` has the others."""
+
+WITHOUT_MEDIA = [(family, "one image") for family in ("qwen3_vl_moe", "qwen3_5", "qwen3_omni")]
+WITHOUT_MEDIA += [(family, "no media") for family in ("qwen3_vl", "qwen3_5_moe", "qwen3_omni")]
 
 
 def rows(family: str) -> dict[str, list[dict[str, Any]]]:
@@ -36,14 +41,15 @@ def rows(family: str) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def prepared(folder: Path, family: str, row: str) -> str:
-    """The stock measurements of a row, made once by the test process and read by all ranks."""
-    path = folder / f"{family}-{row}.pt"
-    if not path.exists():
+def prepared(family: str, row: str) -> str:
+    """The stock measurements of a row."""
+
+    def make() -> Any:
         samples = rows(family)[row]
         shared = rows_of(len(samples), 2) if row == "in turn" else None
-        torch.save((samples, stock_references(tiny_media_model(family), samples, shared)), path)
-    return str(path)
+        return samples, stock_references(tiny_media_model(family), samples, shared)
+
+    return stored(make, family, row)
 
 
 def verdicts(path: str, family: str, mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[Any]:
@@ -55,32 +61,23 @@ def verdicts(path: str, family: str, mesh: dict[str, int], cases: list[dict[str,
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("references")
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
-def test_split_media_equal_each_sample_alone(folder: Path, family: str, ring: int, ulysses: int) -> None:
+@pytest.mark.parametrize(("family", "ring", "ulysses"), CASES)
+def test_split_media_equal_each_sample_alone(family: str, ring: int, ulysses: int) -> None:
     mesh = {"ring": ring, "ulysses": ulysses}
     cases = [{"policy": "zigzag"}, {"policy": "balanced"}]
-    for per_rank in ranks.run(
-        verdicts, ring * ulysses, prepared(folder, family, "mixed"), family, mesh, cases
-    ):
+    for per_rank in ranks.run(verdicts, ring * ulysses, prepared(family, "mixed"), family, mesh, cases):
         for holds, worst in per_rank:
             assert holds, worst
 
 
-@pytest.mark.parametrize("row", ["one image", "no media"])
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
-def test_ranks_without_media(folder: Path, family: str, row: str) -> None:
+@pytest.mark.parametrize(("family", "row"), WITHOUT_MEDIA)
+def test_ranks_without_media(family: str, row: str) -> None:
     layout = SequenceLayout([len(sample["input_ids"]) for sample in rows(family)[row]], ring=2, ulysses=2)
     items = [media.item for media in build_row(rows(family)[row], tiny_media_config(family)).media or ()]
     owners = [r for r in range(4) if len(MediaPlan.of(layout, items, r).local_rows)]
     assert len(owners) == (row == "one image")
     mesh, cases = {"ring": 2, "ulysses": 2}, [{"policy": "zigzag"}, {"policy": "balanced"}]
-    for per_rank in ranks.run(verdicts, 4, prepared(folder, family, row), family, mesh, cases):
+    for per_rank in ranks.run(verdicts, 4, prepared(family, row), family, mesh, cases):
         for holds, worst in per_rank:
             assert holds, worst
 
@@ -95,10 +92,10 @@ def test_an_image_of_the_mix_is_on_three_ranks_and_more() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_omni"])
-def test_text_beside_images_on_data_ranks(folder: Path, family: str) -> None:
+def test_text_beside_images_on_data_ranks(family: str) -> None:
     """One data rank has text alone, the other has media: no hang, and the same gradient."""
     mesh = {"dp_shard": 2, "ring": 2}
-    path = prepared(folder, family, "in turn")
+    path = prepared(family, "in turn")
     for per_rank in ranks.run(verdicts, math.prod(mesh.values()), path, family, mesh, [{}]):
         for holds, worst in per_rank:
             assert holds, worst

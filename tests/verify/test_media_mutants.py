@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,14 +26,9 @@ def caught(path: str, name: str) -> Any:
     return worst.ratio, healthy
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("references")
-
-
 @pytest.mark.parametrize("mutant", MEDIA_MUTANTS, ids=lambda mutant: mutant.name)
-def test_media_mutant_is_caught(folder: Path, mutant: Any) -> None:
-    path = prepared(folder, mutant.check, "mixed")
+def test_media_mutant_is_caught(mutant: Any) -> None:
+    path = prepared(mutant.check, "mixed")
     for ratio, healthy in ranks.run(caught, mutant.ring * mutant.ulysses, path, mutant.name):
         assert healthy
         assert ratio > 1000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,14 +43,9 @@ def caught(path: str, name: str) -> Any:
     return mutated, check().holds
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("references")
-
-
 @pytest.mark.parametrize("mutant", (*RANK_MUTANTS, *TENSOR_MUTANTS), ids=lambda mutant: mutant.name)
-def test_rank_mutant_is_caught(folder: Path, mutant: Any) -> None:
-    path = prepared(folder, mutant.check, LENGTHS)
+def test_rank_mutant_is_caught(mutant: Any) -> None:
+    path = prepared(mutant.check, LENGTHS)
     for mutated, healthy in ranks.run(caught, mutant.world_size, path, mutant.name):
         assert healthy
         if mutant.name in REFUSED:
