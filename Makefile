@@ -75,8 +75,9 @@ soak: $(READY)
 
 # 20 random tiny models of every family, 5 seeds each, against stock, with every defect planted on each; some on ranks.
 # One line a case in out/matrix.jsonl: started again, it goes on behind the last one. Then tp, ep and pp beside the
-# other axes, into docs/matrix.md.
+# other axes, into docs/matrix.md. First the meshes and families that tests on ranks leave out.
 matrix: $(READY)
+	$(BIN)/python -m pytest tests/models/ranks_grid.py tests/distributed/shared_grid.py
 	$(BIN)/python -m tests.verify.matrix --models 20 --seeds 5
 	$(BIN)/python -m tests.verify.matrix --models 2 --seeds 1 --mesh ring=2 dp_shard=2
 	$(BIN)/python -W ignore -m tests.verify.matrix --models 2 --seeds 1 --mesh shared stages --state out/meshes.jsonl --docs docs/matrix.md

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import sys
-import zlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from seqbraid import Mesh, pack, parallelize
 from seqbraid.models.output import ExpertLoad
 from seqbraid.models.step import forward_backward
 from seqbraid.models.tiny.decoders import FAMILIES, tiny_model
-from seqbraid.models.tiny.media import mixed_samples, tiny_media_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.plan.memory import MemoryOptions
 from seqbraid.verify.mutants import padding_routed_to_experts
@@ -27,6 +24,9 @@ from seqbraid.verify.parity import check_parity, packed_step, rows_of, stock_ref
 from seqbraid.verify.reference import stock_step
 from seqbraid.verify.wide import float32_is_float64, in_float64
 from tests.helpers import ranks
+from tests.helpers.references import stored
+from tests.models.test_media_ranks import prepared as media_references
+from tests.models.test_media_ranks import verdicts as media_verdicts
 from tests.models.tiny_types import tiny_type_model
 
 LENGTHS = (30, 64, 5, 1, 2, 100, 17, 40)
@@ -38,22 +38,20 @@ def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Pr
     return tiny_model(family, dtype=dtype, **changes)
 
 
-def references(
-    folder: Path, family: str, rows: list[list[int]] | None, changes: dict[str, Any], **data: Any
-) -> str:
-    """What stock makes of a case: made once by the test process, read by all ranks."""
-    path = folder / f"{zlib.crc32(repr((family, rows, changes, data)).encode())}.pt"
-    if not path.exists():
-        samples = random_samples(data.get("lengths", LENGTHS), 97, seed=3, ignored="some")
-        torch.save((samples, stock_references(build(family, **changes), samples, rows)), path)
-    return str(path)
+def references(family: str, rows: list[list[int]]) -> str:
+    """What stock makes of a case."""
+
+    def make() -> Any:
+        samples = random_samples(LENGTHS, 97, seed=3, ignored="some")
+        return samples, stock_references(build(family), samples, rows)
+
+    return stored(make, family, LENGTHS, rows)
 
 
-def verdict(
-    path: str, family: str, mesh: dict[str, int], changes: dict[str, Any], case: dict[str, Any]
-) -> tuple[bool, str]:
+def verdict(path: str, family: str, mesh: dict[str, int], micro_batches: int) -> tuple[bool, str]:
     samples, found = torch.load(path, weights_only=False)
-    parity = check_parity(build(family, **changes), samples, Mesh(**mesh), references=found, **case)
+    model, ours = build(family), Mesh(**mesh)
+    parity = check_parity(model, samples, ours, references=found, micro_batches=micro_batches)
     return parity.holds, parity.reason
 
 
@@ -61,75 +59,45 @@ def size_of(mesh: dict[str, int]) -> int:
     return math.prod(size for axis, size in mesh.items() if axis != "ep")
 
 
-def assert_holds(
-    folder: Path, family: str, mesh: dict[str, int], changes: dict[str, Any] | None = None, **case: Any
-) -> None:
+def assert_holds(family: str, mesh: dict[str, int], micro_batches: int = 1) -> None:
     data = mesh.get("dp_shard", 1) * mesh.get("dp_replicate", 1)
     # The loss of routers is that of a row.
-    rows = rows_of(len(LENGTHS), data, case.get("micro_batches", 1))
-    path = references(folder, family, rows, changes or {})
-    for holds, reason in ranks.run(verdict, size_of(mesh), path, family, mesh, changes or {}, case):
+    path = references(family, rows_of(len(LENGTHS), data, micro_batches))
+    for holds, reason in ranks.run(verdict, size_of(mesh), path, family, mesh, micro_batches):
         assert holds, (mesh, reason)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("references")
+CASES: list[tuple[str, dict[str, int], int]] = [
+    ("qwen3_moe", {"dp_shard": 4, "ep": 2}, 3),
+    ("qwen3_moe", {"ring": 2, "ulysses": 2, "ep": 4}, 1),
+    ("qwen3_moe", {"dp_replicate": 2, "tp": 2, "ep": 2}, 3),
+    ("qwen3_next", {"dp_shard": 2, "tp": 2, "ep": 2}, 1),
+    ("qwen3_5_moe", {"ring": 2, "ep": 2}, 1),
+    ("deepseek_v3", {"dp_shard": 2, "ring": 2, "ep": 4}, 2),  # an expert on each rank
+    ("mixtral", {"dp_shard": 2, "tp": 2, "ep": 2}, 1),
+    ("gpt_oss", {"tp": 2, "ep": 2}, 1),
+    ("olmoe", {"ulysses": 2, "ep": 2}, 1),
+]
+"""With so many micro-batches; `shared_grid.py` has others."""
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        {"dp_shard": 2, "ep": 2},
-        {"dp_shard": 4, "ep": 2},
-        {"dp_shard": 4, "ep": 4},
-        {"ring": 2, "ep": 2},
-        {"ulysses": 2, "ep": 2},
-        {"dp_shard": 2, "ring": 2, "ep": 2},
-        {"ring": 2, "ulysses": 2, "ep": 4},
-        {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
-        {"dp_shard": 2, "ring": 2, "ulysses": 2, "ep": 4},
-        {"tp": 2, "ep": 2},
-        {"ring": 2, "tp": 2, "ep": 4},
-        {"dp_shard": 2, "ring": 2, "tp": 2, "ep": 2},
-        {"dp_replicate": 2, "ulysses": 2, "tp": 2, "ep": 2},
-    ],
-    ids=lambda mesh: " ".join(f"{axis}={size}" for axis, size in mesh.items()),
-)
-def test_gradients_are_stocks(folder: Path, mesh: dict[str, int]) -> None:
-    assert_holds(folder, "qwen3_moe", mesh, micro_batches=1 if mesh["ep"] == 4 else 3)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_stocks(case: tuple[str, dict[str, int], int]) -> None:
+    assert_holds(*case)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_next", "qwen3_5_moe", "deepseek_v3", "mixtral", "gpt_oss", "olmoe"]
-)
-def test_families(folder: Path, family: str) -> None:
-    assert_holds(folder, family, {"ulysses" if family == "gpt_oss" else "ring": 2, "ep": 2})
+MEDIA: list[tuple[str, dict[str, int]]] = [
+    ("qwen3_vl_moe", {"ulysses": 2, "ep": 2}),
+    ("qwen3_5_moe", {"dp_shard": 2, "tp": 2, "ep": 2}),
+    ("qwen3_omni", {"ring": 2, "ep": 2}),
+]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
-def test_an_expert_on_each_of_four_ranks(folder: Path, family: str) -> None:
-    assert_holds(folder, family, {"dp_shard": 2, "ring": 2, "ep": 4}, micro_batches=2)
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "mixtral", "gpt_oss"])
-def test_families_beside_tp(folder: Path, family: str) -> None:
-    assert_holds(folder, family, {"dp_shard": 2, "tp": 2, "ep": 2})
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "qwen3_omni"])
-def test_media_families(tmp_path: Path, family: str) -> None:
-    model, path = tiny_media_model(family), str(tmp_path / "references")
-    samples = mixed_samples(model.config)
-    torch.save((samples, stock_references(model, samples, rows_of(len(samples), 2))), path)
-    for holds, reason in ranks.run(media_verdict, 4, path, family, {"dp_shard": 2, "ring": 2, "ep": 2}):
-        assert holds, reason
-
-
-def media_verdict(path: str, family: str, mesh: dict[str, int]) -> tuple[bool, str]:
-    samples, known = torch.load(path, weights_only=False)
-    parity = check_parity(tiny_media_model(family), samples, Mesh(**mesh), references=known)
-    return parity.holds, parity.reason
+@pytest.mark.parametrize(("family", "mesh"), MEDIA, ids=str)
+def test_media_families(family: str, mesh: dict[str, int]) -> None:
+    path = media_references(family, "in turn" if "dp_shard" in mesh else "mixed")
+    for ((holds, worst),) in ranks.run(media_verdicts, size_of(mesh), path, family, mesh, [{}]):
+        assert holds, worst
 
 
 def chosen(picks: int, experts: list[int]) -> tuple[bool, str]:
@@ -143,7 +111,7 @@ def chosen(picks: int, experts: list[int]) -> tuple[bool, str]:
     return parity.holds, parity.reason
 
 
-@pytest.mark.parametrize(("picks", "experts"), [(1, [0]), (1, [3]), (2, [0, 1]), (2, [1, 2])])
+@pytest.mark.parametrize(("picks", "experts"), [(1, [3]), (2, [0, 1])])
 def test_some_experts_get_all_tokens_and_others_none(picks: int, experts: list[int]) -> None:
     for holds, reason in ranks.run(chosen, 2, picks, experts):
         assert holds, reason
@@ -180,7 +148,6 @@ def in_wide(family: str, axes: dict[str, int]) -> float:
     ("family", "axes"),
     [
         ("qwen3_moe", {"dp_shard": 2, "ep": 2}),
-        ("qwen3_moe", {"ring": 2, "ep": 2}),
         ("qwen3_moe", {"ring": 2, "tp": 2, "ep": 4}),
         ("llama", {"tp": 2}),
         ("gemma3", {"tp": 2}),
@@ -209,7 +176,7 @@ def test_the_routers_loss_is_stocks_on_the_same_tokens() -> None:
     whole = tuple(torch.cat(of_layer) for of_layer in zip(*each, strict=True))
     stock = sys.modules[type(model).__module__].load_balancing_loss_func
     wanted = float(stock(whole, model.config.num_experts, model.config.num_experts_per_tok))
-    for axes in ({"ring": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 2, "ring": 2, "ep": 4}):
+    for axes in ({"tp": 2, "ep": 2}, {"dp_shard": 2, "ring": 2, "ep": 4}):
         for found in ranks.run(router_loss, size_of(axes), axes):
             assert found == pytest.approx(wanted, rel=1e-6), axes
 
@@ -245,24 +212,23 @@ def step_of(family: str, axes: dict[str, int], memory: dict[str, Any]) -> Any:
     return whole, found.sizes.count(own)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])  # the second has a shared expert
-def test_micro_batches_and_checkpoints(family: str) -> None:
+CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"checkpointing": "selective", "reduce_gradients": "once"}),
+    ("qwen3_next", {"checkpointing": "full", "offload": True}),  # has a shared expert
+]
+
+
+@pytest.mark.parametrize(("family", "memory"), CHECKPOINTS, ids=str)
+def test_micro_batches_and_checkpoints(family: str, memory: dict[str, Any]) -> None:
     expected, _ = step_of(family, {}, {})
     layers = len(tiny_model(family).model.layers)
-    switches = [
-        {"checkpointing": "full", "offload": True},
-        {"checkpointing": "selective", "reduce_gradients": "once"},
-        {},
-        {"reduce_gradients": "once"},
-        {"checkpointing": "full"},
-    ]
-    for memory in switches if family == "qwen3_moe" else switches[:2]:
-        for found, count in ranks.run(step_of, 4, family, {"dp_shard": 1, "ring": 4, "ep": 2}, memory):
-            # The last layer's stay from its forward to its backward.
-            assert count == 2 * layers - 1, (memory, count)
-            for name, gradient in expected.items():
-                error = float((found[name] - gradient).norm() / gradient.norm())
-                assert error < 2e-5, (name, error, memory)
+    for found, count in ranks.run(step_of, 4, family, {"dp_shard": 1, "ring": 4, "ep": 2}, memory):
+        # The last layer's stay from its forward to its backward.
+        assert count == 2 * layers - 1, count
+        for name, gradient in expected.items():
+            error = float((found[name] - gradient).norm() / gradient.norm())
+            assert error < 2e-5, (name, error)
 
 
 def in_16_bits(axes: dict[str, int]) -> dict[str, torch.Tensor]:

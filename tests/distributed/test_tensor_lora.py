@@ -32,6 +32,7 @@ from seqbraid.train.lora import LoraOptions, add_lora, is_adapter, save_adapter
 from seqbraid.train.optimizer import make_optimizer
 from seqbraid.verify.parity import check_parity, rows_of, stock_references
 from seqbraid.verify.verdict import ALLOWANCE
+from tests.distributed.test_tensor_state import TWO_KINDS
 from tests.helpers import ranks
 from tests.train.test_lora import shaken
 
@@ -155,8 +156,8 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 def trained(axes: dict[str, int], folder: str, steps: list[int], resume: bool) -> Trained:
     """On a rank: losses, adapters, and what is saved; a checkpoint of the adapters after the second step."""
-    mesh, stock = Mesh(**axes), adapted("qwen3_5")
-    model = sb.parallelize(stock, mesh, memory=MemoryOptions(checkpointing="full", mlp_tile=5))
+    mesh, stock = Mesh(**axes), adapted("qwen3_5", **TWO_KINDS)
+    model = sb.parallelize(stock, mesh, memory=MemoryOptions(checkpointing="full", mlp_tile=15))
     optimizer = make_optimizer(model, StepConfig(lr=1e-2))
     checkpoints = Checkpoints(Path(folder), mesh, asynchronous=False, base="the same")
     if resume:
@@ -176,17 +177,26 @@ def trained(axes: dict[str, int], folder: str, steps: list[int], resume: bool) -
     return losses, whole, load_file(Path(folder) / f"adapter {resume}" / "adapter_model.safetensors")
 
 
-def test_adapters_are_saved_and_go_on_anywhere(tmp_path: Path) -> None:
-    tp_and_ring, without = {"ring": 2, "tp": 2}, {"dp_shard": 2, "ulysses": 2}
-    for there, others in ((tp_and_ring, [without, tp_and_ring]), (without, [tp_and_ring])):
-        folder = str(tmp_path / "-".join(there))
-        losses, adapters, saved = ranks.run(trained, 4, there, folder, [0, 1, 2, 3], False)[0]
-        stock = {name: p.shape for name, p in adapted("qwen3_5").named_parameters() if is_adapter(name)}
-        assert {name: x.shape for name, x in adapters.items()} == stock
-        for name, x in adapters.items():
-            assert torch.equal(x, saved["base_model.model." + name.replace(".default.", ".")])
-        runs = [(axes, x) for axes in others for x in ranks.run(trained, 4, axes, folder, [2, 3], True)]
-        for here, found in runs:
+SAVED: tuple[dict[str, int], list[dict[str, int]]] = (
+    {"ring": 2, "tp": 2},
+    [{"dp_shard": 2, "ulysses": 2}, {"ring": 2, "tp": 2}],
+)
+"""Where a run is saved, and where it goes on; `shared_grid.py` has the way back."""
+
+
+@pytest.mark.parametrize(("there", "others"), [SAVED], ids=str)
+def test_adapters_are_saved_and_go_on_anywhere(
+    tmp_path: Path, there: dict[str, int], others: list[dict[str, int]]
+) -> None:
+    folder = str(tmp_path)
+    losses, adapters, saved = ranks.run(trained, 4, there, folder, [0, 1, 2, 3], False)[0]
+    model = adapted("qwen3_5", **TWO_KINDS)
+    stock = {name: p.shape for name, p in model.named_parameters() if is_adapter(name)}
+    assert {name: x.shape for name, x in adapters.items()} == stock
+    for name, x in adapters.items():
+        assert torch.equal(x, saved["base_model.model." + name.replace(".default.", ".")])
+    for here in others:
+        for found in ranks.run(trained, 4, here, folder, [2, 3], True):
             if here == there:
                 assert found[0] == losses[2:]
                 assert all(torch.equal(found[1][n], x) for n, x in adapters.items())

@@ -21,15 +21,17 @@ from seqbraid.train.config import StepConfig
 from seqbraid.train.optimizer import make_optimizer
 from tests.helpers import ranks
 
-FAMILIES: dict[str, dict[str, int]] = {
-    "qwen3": {"ring": 2, "tp": 2},
-    "qwen3_5": {"ring": 2, "tp": 2},
-    "qwen3_moe": {"ring": 2, "tp": 2, "ep": 2},
-}
-"""Tied; with matrices of which a rank uses some rows in sections; and with experts over ranks."""
+TWO_KINDS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
-CHANGES: dict[str, dict[str, Any]] = {"qwen3_moe": {"output_router_logits": False}}
-"""The loss of routers is that of a row, and the data ranks of one mesh pack rows of their own."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_5": TWO_KINDS,
+    # The loss of routers is that of a row, and the data ranks of one mesh pack rows of their own.
+    "qwen3_moe": {"output_router_logits": False, "tie_word_embeddings": True},
+}
+"""The first and the last one tied; the second with matrices of which a rank uses some rows in sections."""
+
+WITHOUT = {"dp_shard": 2, "ulysses": 2}
 
 
 def whole(x: Tensor) -> Tensor:
@@ -43,7 +45,7 @@ def trained(family: str, axes: dict[str, int], folder: str, steps: list[int], re
     """On a rank: losses and gradient norms, weights and the optimizer's state after some steps; saved after
     the second step.
     """
-    mesh, stock = sb.Mesh(**axes), tiny_model(family, **CHANGES.get(family, {}))
+    mesh, stock = sb.Mesh(**axes), tiny_model(family, **CHANGES[family])
     model = sb.parallelize(stock, mesh)
     optimizer = make_optimizer(model, StepConfig(lr=1e-2))
     checkpoints = Checkpoints(Path(folder), mesh, asynchronous=False)
@@ -70,20 +72,26 @@ def trained(family: str, axes: dict[str, int], folder: str, steps: list[int], re
         for name, p in stock.named_parameters()
         for entry, value in optimizer.state[p].items()
     }
-    model.save_pretrained(Path(folder) / "stock")
+    if not resume:
+        model.save_pretrained(Path(folder) / "stock")
     return numbers, {name: whole(p) for name, p in stock.named_parameters()}, state
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_goes_on_from_tp_on_another_mesh_and_back(tmp_path: Path, family: str) -> None:
-    tp_and_ring, without = FAMILIES[family], {"dp_shard": 2, "ulysses": 2}
-    folder, before, known = "", None, (list[float](), dict[str, Tensor](), dict[str, Tensor]())
-    back = [(without, tp_and_ring)] if family == "qwen3_5" else []
-    for there, here in (*back, (tp_and_ring, without), (tp_and_ring, tp_and_ring)):
-        if there != before:
-            folder, before = str(tmp_path / "-".join(there)), there
-            known = ranks.run(trained, 4, family, there, folder, [0, 1, 2, 3], False)[0]
-        numbers, weights, state = known
+Case = tuple[str, dict[str, int], list[dict[str, int]]]
+
+CASES: list[Case] = [
+    ("qwen3_5", {"ring": 2, "tp": 2}, [WITHOUT]),
+    ("qwen3_moe", {"ring": 2, "tp": 2, "ep": 2}, [WITHOUT, {"ring": 2, "tp": 2, "ep": 2}]),
+]
+"""Where a run is saved, and where it goes on; `shared_grid.py` has others."""
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_goes_on_from_tp_on_another_mesh_and_the_same(tmp_path: Path, case: Case) -> None:
+    family, there, others = case
+    folder = str(tmp_path)
+    numbers, weights, state = ranks.run(trained, 4, family, there, folder, [0, 1, 2, 3], False)[0]
+    for here in others:
         for found in ranks.run(trained, 4, family, here, folder, [2, 3], True):
             if here == there:
                 assert found[0] == numbers[4:]
@@ -95,11 +103,16 @@ def test_a_run_goes_on_from_tp_on_another_mesh_and_back(tmp_path: Path, family: 
                 assert ours.keys() == theirs.keys()
                 for name in ours:
                     torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=3e-5)
-    exported = AutoModelForCausalLM.from_pretrained(Path(folder) / "stock")
+    assert_exported(family, tmp_path / "stock", weights)
+
+
+def assert_exported(family: str, folder: Path, weights: dict[str, Tensor]) -> None:
+    """By the run that was saved."""
+    exported = AutoModelForCausalLM.from_pretrained(folder)
     loaded = dict(exported.named_parameters())
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
-    source = tiny_model(family)
+    source = tiny_model(family, **CHANGES[family])
     source.load_state_dict(weights, strict=False)
     ids = random_samples([20], 97)[0]["input_ids"][None]
     assert torch.equal(exported(input_ids=ids).logits, source(input_ids=ids).logits)
