@@ -32,6 +32,7 @@ LENGTHS = (1, 2, 63, 64, 65, 130, 257)
 SIZES = {
     "vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192,
+    "initializer_range": 0.02,
 }  # fmt: skip
 MODELS = {
     "llama": {"head_dim": 64},

@@ -138,7 +138,7 @@ class BraidedModel(nn.Module):
                 f"label_tokens={label_tokens} is less than the {count} label tokens of this batch alone; "
                 "pass the number of the whole optimizer step, over all data ranks"
             )
-        local = self.local_loss(batch, label_tokens, divisor, seed)
+        local = self.local_loss(batch.to(self.device), label_tokens, divisor, seed)
         output = self.output(local.loss, local.sums[None], label_tokens, divisor, local.expert_counts)
         # Around what a sharded model gathers before its backward.
         return replace(output, loss=backward_once(output.loss, self.mesh.cpu_group))

@@ -59,6 +59,7 @@ class BraidedModel(Protocol):
 def logits(model: BraidedModel, batch: PackedBatch) -> list[Tensor]:
     """See `BraidedModel.logits`."""
     model.agree("logits", [batch], 0)
+    batch = batch.to(model.device)
     if (pipeline := model.pipeline) is not None:
         shapes = [(length, int(model.parts.config.vocab_size)) for length in batch.layout.lengths]
         return _of_last_stage(model, pipeline, batch, _logits, 0, shapes, pipeline.dtype)

@@ -11,8 +11,9 @@ Shapes: T rows, N segments, H heads (key heads of q and k, value heads of v, g a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,10 +23,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .boundaries import Boundaries, as_boundaries
+from .comparison import largest_error, numbers, too_far
 from .fla_status import fla_missing, fla_wrong
 from .gated_delta_call import DEFAULTS, Gradients, RuleCall, RuleOptions
 from .gated_delta_chunks import Chunking, Chunks, chain, chain_backward, tile_backward
 from .gated_delta_fla import FlaGatedDeltaCall
+from .gated_delta_qla import CAPABILITIES, HEAD, QlaGatedDeltaCall, qla_missing
 from .kernels import DEFAULT, Candidate, Kernels, Op, needs_16_bits_on_a_gpu
 
 
@@ -171,10 +174,11 @@ def make_call(
     S0 are wanted.
     """
     _check_shapes(q_THK, k_THK, v_THV, g_TH, beta_TH, options.chunk_size)
-    arguments = (q_THK, k_THK, v_THV, g_TH, beta_TH, cu_seqlens, options, kept, opened)
-    if not _takes_fla(k_THK, v_THV, options, kernels):
-        return GatedDeltaCall(*arguments)
-    return FlaGatedDeltaCall(*arguments)
+    cu = as_boundaries(cu_seqlens, len(v_THV))
+    call: RuleCall = CALLS[_chosen(k_THK, v_THV, cu, options, kernels)](
+        q_THK, k_THK, v_THV, g_TH, beta_TH, cu, options, kept, opened
+    )
+    return call
 
 
 class RuleNeed(NamedTuple):
@@ -185,6 +189,10 @@ class RuleNeed(NamedTuple):
     key_dim: int
     value_dim: int
     chunk_size: int = DEFAULTS.chunk_size
+    key_heads: int = 16
+    value_heads: int = 32
+    has_empty: bool = False
+    """Whether there is a segment without a token."""
 
     def __str__(self) -> str:
         return f"{self.dtype} heads of {self.key_dim} and {self.value_dim} on {self.device}"
@@ -198,16 +206,72 @@ def _unfit(need: RuleNeed) -> str | None:
     return needs_16_bits_on_a_gpu(need)
 
 
+def _unfit_for_qla(need: RuleNeed) -> str | None:
+    if need.device.type == "cuda" and torch.cuda.get_device_capability(need.device) not in CAPABILITIES:
+        return "its kernels are for GPUs like the H100, H200, B200 and B300"
+    if (need.key_dim, need.value_dim) != (HEAD, HEAD):
+        return f"it takes heads of {HEAD} only"
+    if need.has_empty:
+        return "it miscounts the chunks behind an empty segment"
+    return _unfit(need)
+
+
+@cache
+def _qla_wrong(need: RuleNeed) -> str | None:
+    """What a comparison says; it compiles the kernels that are wanted then, for a minute or two."""
+    return too_far(lambda: max(_qla_errors(need).values()), need.dtype)
+
+
+def _qla_errors(need: RuleNeed) -> dict[str, float]:
+    """How far each result of FlashQLA's kernels is from float64, with a state and without."""
+    tokens, cu, opened = 330, (3, 4, 134, 330), (1, 2)
+    narrow, wide = [(tokens, h, HEAD) for h in (need.key_heads, need.value_heads)]
+    shapes = (narrow, narrow, wide, wide[:2], wide[:2], wide)
+    q, k, v, g, beta, dout = (numbers(shape, i).to(need.dtype) for i, shape in enumerate(shapes))
+    inputs = (q, k, v, -0.05 * g.float().abs(), beta.sigmoid())
+    states = [numbers((len(cu) - 1, need.value_heads, HEAD, HEAD), 7 + i).float() / 4 for i in range(2)]
+    names = ("M", "S0", "out", "final", "dS_in", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
+
+    def run(kind: Any, move: Callable[[Tensor], Tensor], with_states: bool) -> list[Tensor]:
+        initial, dfinal = (move(x) for x in states) if with_states else (None, None)
+        call = kind(*map(move, inputs), cu, opened=opened)
+        M, S0 = call.summaries(opened, True)
+        found = [M, S0, *call.forward(initial)]
+        back = kind(*map(move, inputs), cu, kept=call.kept, opened=opened)
+        found += [back.entering_gradients(move(dout), opened), *back.backward(move(dout), initial, dfinal)]
+        return found
+
+    errors: dict[str, float] = {}
+    with torch.no_grad():
+        for with_states in (False, True):
+            got = run(QlaGatedDeltaCall, lambda x: x.to(need.device), with_states)
+            wanted = run(GatedDeltaCall, lambda x: x.double(), with_states)
+            for name, a, b in list(zip(names, got, wanted, strict=True))[: None if with_states else -1]:
+                errors[name] = max(errors.get(name, 0.0), largest_error([a], [b]))
+    return errors
+
+
 RULE = Op(
     "gated_delta",
-    (Candidate("fla", _unfit, fla_missing, lambda need: fla_wrong(need.device)), Candidate("torch")),
+    (
+        Candidate("flash_qla", _unfit_for_qla, qla_missing, lambda need: _qla_wrong(need)),
+        Candidate("fla", _unfit, fla_missing, lambda need: fla_wrong(need.device)),
+        Candidate("torch"),
+    ),
 )
 
+CALLS: dict[str, Any] = {"flash_qla": QlaGatedDeltaCall, "fla": FlaGatedDeltaCall, "torch": GatedDeltaCall}
 
-def _takes_fla(k: Tensor, v: Tensor, options: RuleOptions, kernels: Kernels) -> bool:
-    """Whether flash-linear-attention's kernels take these heads."""
-    need = RuleNeed(v.device, v.dtype, k.shape[2], v.shape[2], options.chunk_size)
-    return len(v) > 0 and kernels.choose(RULE, need) == "fla"
+
+def _chosen(k: Tensor, v: Tensor, cu: tuple[int, ...], options: RuleOptions, kernels: Kernels) -> str:
+    """Whose kernels compute these rows."""
+    if not len(v):
+        return "torch"
+    has_empty = any(stop == start for start, stop in pairwise(cu))
+    need = RuleNeed(
+        v.device, v.dtype, k.shape[2], v.shape[2], options.chunk_size, k.shape[1], v.shape[1], has_empty
+    )
+    return kernels.choose(RULE, need)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int) -> None:

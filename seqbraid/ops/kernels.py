@@ -32,7 +32,7 @@ class KernelOptions:
     attention: str = AUTO
     """`torch`, `flash_attention_3`, `flash_attention_4`, or a kernel of the Hub (`owner/name`)."""
     gated_delta: str = AUTO
-    """`fla` (flash-linear-attention) or `torch`."""
+    """`flash_qla` (FlashQLA), `fla` (flash-linear-attention) or `torch`."""
     convolution: str = AUTO
     """The short convolution of gated-delta layers: `fla` or `torch`."""
     merge: str = AUTO

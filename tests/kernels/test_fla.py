@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqbraid.ops import conv, gated_delta_fla
+from seqbraid.ops import conv, gated_delta_pieces
 from seqbraid.ops.gated_delta import GatedDeltaCall
 from seqbraid.ops.gated_delta_call import RuleOptions
-from seqbraid.ops.gated_delta_fla import FlaGatedDeltaCall, Pieces
+from seqbraid.ops.gated_delta_fla import FlaGatedDeltaCall
+from seqbraid.ops.gated_delta_pieces import Pieces
 from tests.helpers.plain import relative
 
 SEED = torch.Generator().manual_seed(0)
@@ -38,7 +39,7 @@ def test_the_rule(
     with_states: bool,
 ) -> None:
     """Open segments in several pieces and in one, closed ones, one token, rows outside all segments."""
-    monkeypatch.setattr(gated_delta_fla, "SMALLEST_PIECE", 64)
+    monkeypatch.setattr(gated_delta_pieces, "SMALLEST_PIECE", 64)
     Pieces.of.cache_clear()
     (G, H, K, V), num_segments, T = sizes, len(cu) - 1, 330
     inputs = [random(T, G, K), random(T, G, K), random(T, H, V), -0.05 * random(T, H).abs()]

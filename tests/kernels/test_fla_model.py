@@ -9,7 +9,7 @@ import pytest
 from seqbraid import Mesh
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.samples import random_samples
-from seqbraid.ops import conv, gated_delta, gated_delta_fla
+from seqbraid.ops import conv, gated_delta, gated_delta_fla, gated_delta_pieces
 from seqbraid.verify.parity import check_parity
 from tests.helpers import ranks
 from tests.kernels.conftest import interpret
@@ -38,11 +38,11 @@ def verdict(mesh: dict[str, int], mode: str) -> tuple[bool, object, int, int]:
             calls["convolution"] += 1
             return convolution(*args)
 
-        patch.setattr(gated_delta_fla, "SMALLEST_PIECE", 32)
+        patch.setattr(gated_delta_pieces, "SMALLEST_PIECE", 32)
         patch.setattr(gated_delta_fla.FlaGatedDeltaCall, "forward", counted_rule)
         patch.setattr(conv, "_by_fla", counted_convolution)
         # As on a GPU in 16 bits; the kernels take float32 too.
-        patch.setattr(gated_delta, "_takes_fla", lambda k, v, options, kernels: len(v) > 0)
+        patch.setattr(gated_delta, "_chosen", lambda k, v, *_: "fla" if len(v) else "torch")
         patch.setattr(conv, "_takes_fla", lambda x, weight, kernels: len(x) > 0)
         model = tiny_model("qwen3_5", **CHANGES)
         parity = check_parity(

@@ -17,9 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqbraid.ops import fla_status, gated_delta_fla, triton_status
+from seqbraid.ops import fla_status, gated_delta_fla, gated_delta_pieces, triton_status
 from seqbraid.ops.gated_delta import RULE, GatedDeltaCall, RuleNeed, make_call
-from seqbraid.ops.gated_delta_fla import CHUNK, FlaGatedDeltaCall, Pieces
+from seqbraid.ops.gated_delta_fla import FlaGatedDeltaCall
+from seqbraid.ops.gated_delta_pieces import CHUNK, Pieces
 from seqbraid.ops.kernels import Kernels
 from tests.helpers.plain import relative
 
@@ -69,7 +70,7 @@ class ReducedInTorch(FlaGatedDeltaCall):
 
 
 def test_pieces_joined_are_the_segment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_delta_fla, "SMALLEST_PIECE", 64)
+    monkeypatch.setattr(gated_delta_pieces, "SMALLEST_PIECE", 64)
     Pieces.of.cache_clear()
     cu, opened = (0, 40, 540, 600, 1000), (1, 3)
     tensors = inputs(1000)
