@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
 
 from ..comm.consensus import agree, gather_floats, gather_ints
 from ..models.batch import PackedBatch
@@ -26,6 +25,7 @@ from ..models.parts import tensors_by_name
 from ..models.router import stock_num_experts
 from ..models.running import normal_tensors
 from ..models.stage import Elsewhere, Stage, StageCall, StageTimes
+from ..models.tensor_parts import whole_tensor
 from .stage_clock import StageClock
 from .tied import TiedCopy
 
@@ -166,18 +166,16 @@ class StagePipeline:
         has = gather_ints(mesh.cpu_group, [name in own for name in wanted])
         for number, (name, kind) in enumerate(wanted.items()):
             owner = next(rank for rank, of_rank in enumerate(has) if of_rank[number])
-            full = own.get(name)
-            if isinstance(full, DTensor):
-                full = full.full_tensor()
+            full = whole_tensor(own[name]) if name in own else None
             if mesh.rank == 0 and full is None:
                 full = torch.empty(kind.shape, dtype=kind.dtype)
                 dist.recv(full, owner, group=mesh.cpu_group)
             elif mesh.rank == owner != 0:
                 assert full is not None
-                dist.send(full.detach().cpu().contiguous(), 0, group=mesh.cpu_group)
+                dist.send(full.cpu().contiguous(), 0, group=mesh.cpu_group)
             if mesh.rank == 0:
                 assert full is not None
-                state[name] = full.detach().cpu()
+                state[name] = full.cpu()
         return state
 
     def forward(self, stage: Stage, number: int, received: tuple[Tensor, ...]) -> Any:

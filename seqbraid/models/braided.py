@@ -38,6 +38,7 @@ from .stage import Pipeline, Stage, StageCall, Travelling, tied_copies
 from .step_sums import StepSums
 from .stock_again import full_state, generate_alone, save_stock
 from .stopped import anew_if_it_stops
+from .tensor_parts import whole_tensor
 from .unchanged import Unchanged
 
 ReduceGradients = Literal["each", "once"]
@@ -252,9 +253,7 @@ class BraidedModel(nn.Module):
         """`[V, D]`: the head's weight, whole on every rank, without a gradient. All ranks call it."""
         check_not_cut(self.mesh, "head_weight")
         agree(self.mesh.cpu_group, None, alike={"the call": "head_weight"})
-        weight: Any = self.parts.head.weight.detach()
-        whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        return whole
+        return whole_tensor(self.parts.head.weight)
 
     def gathered(self, function: Callable[..., T], *args: Any) -> T:
         """A function of this model and others, called with the model's parameters at hand."""

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from ..comm.consensus import agree, raised_by_all
 from ..mesh import Mesh
 from .mtp import save_with_mtp
+from .tensor_parts import whole_tensor
 
 
 def generate_alone(braided: Any, mesh: Mesh, *args: Any, **kwargs: Any) -> Any:
@@ -34,8 +35,13 @@ def full_state(braided: Any, trained_alone: bool = False) -> dict[str, Any]:
     if braided.pipeline is not None:
         found: dict[str, Any] = braided.pipeline.full_state(trained_alone)
         return found
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_alone)
-    return get_model_state_dict(braided.model, options=options)
+    parts = get_model_state_dict(braided.model, options=StateDictOptions(ignore_frozen_params=trained_alone))
+    state = {}
+    for name, part in parts.items():  # one at a time: none is whole on the other ranks afterwards
+        whole = whole_tensor(part)
+        if braided.mesh.rank == 0:
+            state[name] = whole.cpu()
+    return state
 
 
 def save_stock(

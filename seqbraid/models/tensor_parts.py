@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from .lora import Lora
 
@@ -81,3 +82,21 @@ class Region:
 def own_part(x: Any) -> Any:
     """This rank's part of what lies over ranks, the same memory; anything else as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def whole_tensor(x: Tensor) -> Tensor:
+    """All of what lies over ranks, on each of them, without a gradient; every rank of its mesh calls it."""
+    if not isinstance(x, DTensor):
+        return x.detach()
+    x = x.detach()
+    # One axis after the other, as `full_tensor` does it too, with a warning that orders of sums may differ:
+    # there are none. What FSDP2 cut of a rank's part (strided) comes first, then what was cut before it.
+    axes = sorted(
+        range(len(x.placements)), key=lambda n: (not isinstance(x.placements[n], _StridedShard), -n)
+    )
+    for axis in axes:
+        placements = list(x.placements)
+        placements[axis] = Replicate()
+        x = x.redistribute(placements=placements)
+    return x.to_local()

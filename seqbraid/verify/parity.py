@@ -22,6 +22,7 @@ from ..mesh import Mesh
 from ..models.mtp_module import MtpOptions
 from ..models.output import StepOutput
 from ..models.step import forward_backward
+from ..models.tensor_parts import whole_tensor
 from ..plan.pipeline import PipelineOptions
 from .mtp_reference import mtp_options
 from .objective import Objective
@@ -199,7 +200,7 @@ def _whole(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         if g.placements[-1] == Shard(0) and all(p.is_replicate() for p in g.placements[:-1]):
             by_mesh.setdefault(g.device_mesh, {})[name] = g
         else:  # cut over two axes
-            found[name] = g.full_tensor()
+            found[name] = whole_tensor(g)
     for mesh, sharded in by_mesh.items():
         found |= _whole_of_mesh(sharded, Group.of(mesh.get_group(mesh.ndim - 1)))
     return {name: found[name] for name in gradients}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 from transformers import AutoModelForCausalLM
 
 import seqbraid as sb
@@ -116,3 +118,39 @@ def assert_exported(family: str, folder: Path, weights: dict[str, Tensor]) -> No
     source.load_state_dict(weights, strict=False)
     ids = random_samples([20], 97)[0]["input_ids"][None]
     assert torch.equal(exported(input_ids=ids).logits, source(input_ids=ids).logits)
+
+
+def gathered(family: str, axes: dict[str, int]) -> tuple[list[str], set[str], list[str]]:
+    """What of the full state is otherwise than in the stock model; how parts lie; and what torch warns of."""
+    warned: list[str] = []
+    listens = logging.Handler()
+    listens.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    stock = tiny_model(family)
+    before = {name: x.detach().clone() for name, x in stock.state_dict().items()}
+    model = sb.parallelize(stock, sb.Mesh(**axes))
+    _redistribute._warned_flatten_issues.clear()  # it says so once a process
+    _redistribute.logger.addHandler(listens)
+    try:
+        found = model.full_state()
+        head = model.head_weight()
+    finally:
+        _redistribute.logger.removeHandler(listens)
+    assert torch.equal(head, before["lm_head.weight"])
+    assert found.keys() == (before.keys() if model.mesh.rank == 0 else set())
+    lies = {str(p.placements) for p in stock.parameters() if isinstance(p, DTensor)}
+    return [name for name in found if not torch.equal(found[name], before[name])], lies, warned
+
+
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("llama", {"tp": 2, "dp_shard": 2}),
+        ("qwen3_5", {"tp": 2, "dp_shard": 3}),
+        ("qwen3_moe", {"dp_shard": 4, "ep": 2}),
+    ],
+    ids=str,
+)
+def test_parts_are_gathered_without_a_warning(family: str, axes: dict[str, int]) -> None:
+    for differ, lies, warned in ranks.run(gathered, prod(axes.values()) // axes.get("ep", 1), family, axes):
+        assert not differ and not warned
+        assert any("_StridedShard" in one for one in lies) or "ep" in axes
