@@ -118,7 +118,7 @@ class Watchdog:
         if stalled > limit:
             self._end(
                 f"no progress for {stalled:.0f} s ({name}): {self._who(now)}. The run ends here; start it "
-                "again to resume from its last checkpoint"
+                "again to resume from the last checkpoint that all ranks have written, published or not"
             )
         elif stalled > limit * WARN_AFTER and self._warned != place and observes:
             self._warned = place

@@ -102,6 +102,7 @@ def test_a_rank_that_hangs_in_its_forward_is_named(
     assert "rank 1 (host " in line and said in line and "step 2, forward and backward" in line
     assert "rank 0 waits in step 2, forward and backward of micro-batch 1 of 1: " in line
     assert "seqbraid/comm/" in line.split("rank 0 waits")[1]
+    assert "the last checkpoint that all ranks have written, published or not. Stacks" in line
     ended = json.loads((tmp_path / "run" / "ended.json").read_text())
     assert (ended["reason"], ended["step"]) == ("failed", 1) and "rank 1 (host " in ended["error"]
     stacks = {path.name for path in (tmp_path / "run" / "hang").glob("stacks-*")}
