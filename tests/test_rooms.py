@@ -56,7 +56,7 @@ import all. A file or folder within a room may be a room of its own, and then is
 
 OPTIONAL = {
     *("PIL", "av", "soundfile"),  # media
-    *("datasets", "peft", "sklearn", "fla"),
+    *("datasets", "peft", "sklearn", "fla", "flash_qla"),
     *("jsonargparse", "yaml", "torch.utils.tensorboard", "wandb", "mlflow", "trackio"),  # runs
     *("zstandard", "pyarrow"),  # compressed records
     *("resource", "fcntl"),  # not on Windows

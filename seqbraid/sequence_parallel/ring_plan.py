@@ -26,7 +26,7 @@ from ..layout import SequenceLayout
 from ..ops.blocks import Block, BlockPlan
 
 
-class Run(NamedTuple):
+class RingTokens(NamedTuple):
     """The real tokens of a sequence on a ring rank: first local row, and its segments `(start, stop)`."""
 
     offset: int
@@ -123,20 +123,22 @@ class RingPlan:
         return RingPlan(BlockPlan.causal(local, window), tuple(rounds), num_shared)
 
 
-def _runs(layout: SequenceLayout, ring_rank: int) -> dict[int, Run]:
-    runs: dict[int, Run] = {}
+def _runs(layout: SequenceLayout, ring_rank: int) -> dict[int, RingTokens]:
+    runs: dict[int, RingTokens] = {}
     slot = 0
     for sequence, start, stop in layout.shared_pieces(ring_rank):
         end = min(stop, layout.lengths[sequence])
         if start < end:
-            run = runs.get(sequence, Run(slot, ()))
+            run = runs.get(sequence, RingTokens(slot, ()))
             assert run.offset + run.num_tokens == slot, "a sequence's rows on a ring rank lie side by side"
-            runs[sequence] = Run(run.offset, (*run.segments, (start, end)))
+            runs[sequence] = RingTokens(run.offset, (*run.segments, (start, end)))
         slot += stop - start
     return runs
 
 
-def _needed(source: dict[int, Run], target: dict[int, Run]) -> dict[int, tuple[tuple[int, int], ...]]:
+def _needed(
+    source: dict[int, RingTokens], target: dict[int, RingTokens]
+) -> dict[int, tuple[tuple[int, int], ...]]:
     """Per sequence of the source, the segments that some query of the target sees: the first ones."""
     shared = ((s, run.before(target[s].segments[-1][0])) for s, run in source.items() if s in target)
     return {sequence: segments for sequence, segments in shared if segments}
@@ -148,7 +150,7 @@ most so many times the memory of its queries; but always those of one rank. More
 and larger blocks; two rounds are in memory at a time."""
 
 
-def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]], query_heads: float) -> list[list[int]]:
+def _rounds(layout: SequenceLayout, runs: list[dict[int, RingTokens]], query_heads: float) -> list[list[int]]:
     """The distances 1, 2, … around the ring, joined while no rank receives too much at a time.
 
     It is the same on every rank, and no distance is left out, so that messages meet in the
@@ -170,12 +172,12 @@ def _rounds(layout: SequenceLayout, runs: list[dict[int, Run]], query_heads: flo
     return rounds
 
 
-def _coming(runs: list[dict[int, Run]], rank: int, distance: int) -> int:
+def _coming(runs: list[dict[int, RingTokens]], rank: int, distance: int) -> int:
     source = runs[(rank - distance) % len(runs)]
     return sum(_count(segments) for segments in _needed(source, runs[rank]).values())
 
 
-def _round(runs: list[dict[int, Run]], ring_rank: int, distances: list[int]) -> RingRound:
+def _round(runs: list[dict[int, RingTokens]], ring_rank: int, distances: list[int]) -> RingRound:
     size, mine = len(runs), runs[ring_rank]
     sent, received, arrived = [], [], []
     for distance in distances:
@@ -194,7 +196,7 @@ def _round(runs: list[dict[int, Run]], ring_rank: int, distances: list[int]) -> 
     base = 0
     for sequence in sorted({s for s, _, _ in arrived}):
         keys = sorted((start, stop) for s, start, stop in arrived if s == sequence)
-        blocks += _blocks(mine[sequence], Run(base, tuple(keys)))
+        blocks += _blocks(mine[sequence], RingTokens(base, tuple(keys)))
         base += _count(keys)
     return RingRound(tuple(sent), tuple(received), _sorting(arrived), BlockPlan(tuple(blocks)))
 
@@ -208,7 +210,7 @@ def _sorting(arrived: list[tuple[int, int, int]]) -> Tensor | None:
     return torch.cat([parts[i] for i in sorted(range(len(arrived)), key=lambda i: arrived[i])])
 
 
-def _blocks(queries: Run, keys: Run) -> list[Block]:
+def _blocks(queries: RingTokens, keys: RingTokens) -> list[Block]:
     """Our segments of a sequence against the prefixes they see, neighbours that see the same one joined."""
     blocks: list[Block] = []
     row = queries.offset
@@ -226,7 +228,9 @@ def _count(ranges: Sequence[tuple[int, int]]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def refuse_window(layout: SequenceLayout, window: int, runs: list[dict[int, Run]] | None = None) -> None:
+def refuse_window(
+    layout: SequenceLayout, window: int, runs: list[dict[int, RingTokens]] | None = None
+) -> None:
     """A window wider than a sequence changes nothing; a narrower one cuts through the blocks of a ring."""
     runs = [_runs(layout, rank) for rank in range(layout.ring)] if runs is None else runs
     for sequence, length in enumerate(layout.lengths):
