@@ -41,7 +41,7 @@ class _BackwardOnce(torch.autograd.Function):
 class DifferentiatedLoss(Tensor):
     """A loss whose gradients are in `.grad` already; what is computed from it is a plain tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Refused: torch would say that there is no graph, not why."""

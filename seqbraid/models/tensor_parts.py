@@ -85,11 +85,11 @@ def own_part(x: Any) -> Any:
 
 
 @torch.no_grad()
-def whole_tensor(x: Tensor) -> Tensor:
+def whole_tensor(x: Any) -> Tensor:
     """All of what lies over ranks, on each of them, without a gradient; every rank of its mesh calls it."""
-    if not isinstance(x, DTensor):
-        return x.detach()
     x = x.detach()
+    if not isinstance(x, DTensor):
+        return x
     # One axis after the other, as `full_tensor` does it too, with a warning that orders of sums may differ:
     # there are none. What FSDP2 cut of a rank's part (strided) comes first, then what was cut before it.
     axes = sorted(

@@ -221,7 +221,8 @@ class PiecewiseCall:
     @cached_property
     def _zero_state(self) -> Tensor:
         v = self.inputs[2]
-        return v.new_zeros(v.shape[1], self.key_dim, self.value_dim, dtype=torch.float32)
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        return v.new_zeros(v.shape[1], self.key_dim, self.value_dim, dtype=dtype)
 
     def _stacked(self, states: list[Tensor], columns: int) -> Tensor:
         return (
