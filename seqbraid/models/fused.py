@@ -6,7 +6,8 @@ The norms of queries and keys are put off until the rotation, which does both in
 
 Calls outside of a braided step, and tensors for which `torch` is chosen, go to the stock modules. Residual
 additions stay with the stock layers, whose forward we would have to write anew for them; and the towers of
-the media families have LayerNorm and GELU, which torch computes in one pass each.
+the media families have LayerNorm and GELU, which torch computes in one pass each (their attention and its
+rotation: `tower_attention.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -76,7 +76,9 @@ def fuse_parts(decoder: nn.Module) -> list[nn.Module]:
         if stock not in rotations:
             rotations[stock] = recognise.rotary_kind(stock)
         if rotations[stock].full:
-            forward = _with_rotation(module, partial(_rotate, stock, rotations[stock]))
+            forward = recognise.with_names(
+                module, {recognise.ROTARY: partial(_rotate, stock, rotations[stock])}
+            )
             norms = _norms_to_put_off(module, forward, kinds)
             vars(module)["forward"] = partial(_attention, module.forward, forward, norms)
             found.append(module)
@@ -192,15 +194,6 @@ def _their_norms(heads: tuple[Tensor, Tensor], waiting: list[tuple[Tensor, Norm]
     return tuple(norm for _, norm in waiting)
 
 
-def _with_rotation(module: nn.Module, rotation: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module's class, in which the rotation's name means another function."""
-    stock = type(module).forward
-    names = {**stock.__globals__, recognise.ROTARY: rotation}
-    own = FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
-    own.__kwdefaults__ = stock.__kwdefaults__
-    return MethodType(own, module)
-
-
 def _norms_to_put_off(
     module: nn.Module, forward: Any, kinds: dict[nn.Module, NormKind]
 ) -> tuple[nn.Module, ...]:
@@ -225,17 +218,6 @@ def _norms_to_put_off(
     return norms if recognise.agrees(lambda: _called(call, run)[0], wanted) else ()
 
 
-class _Config:
-    """A config but for its attention, which is the plain one."""
-
-    def __init__(self, config: Any) -> None:
-        self._of = config
-        self._attn_implementation = "eager"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
-
-
 def _small_attention(module: Any) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
     """A copy with small projections and one key head, hidden states for it, and cosines and sines."""
     copy, random = recognise.shell(module), torch.Generator().manual_seed(0)
@@ -258,7 +240,7 @@ def _small_attention(module: Any) -> tuple[Any, Tensor, tuple[Tensor, Tensor]]:
         own = recognise.random_numbers(random, *norm.weight.shape)
         norm._parameters = {"weight": nn.Parameter(own, requires_grad=False)}
         copy._modules[name] = norm
-    copy.config, copy.training = _Config(module.config), False
+    copy.config, copy.training = recognise.EagerConfig(module.config), False
     hidden = recognise.random_numbers(random, 1, 3, 8)
     cos, sin = recognise.random_numbers(random, 2, 1, 3, width)
     return copy, hidden, (cos, sin)

@@ -14,6 +14,7 @@ from ..sequence_parallel.media import spread_features
 from .adapter import Adapter
 from .batch import PackedBatch
 from .parts import check_family
+from .tower_attention import TowerKernels, pack_towers
 from .towers import Towers
 
 
@@ -23,9 +24,14 @@ class MediaAdapter(Adapter):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.towers = Towers(self.parts)
+        self.tower_kernels = TowerKernels()
+
+    def _braid_parts(self) -> None:
+        super()._braid_parts()
+        self._bound += pack_towers((tower.module for tower in self.parts.towers), self.tower_kernels)
 
     def _set_main_attention(self, name: str) -> None:
-        """The towers keep theirs: inside an image or a clip nothing is packed."""
+        """The towers keep theirs: inside a frame or a window of a clip nothing is packed."""
         self.model.set_attn_implementation({"text_config": name})
 
     def check_step(self, batches: Sequence[PackedBatch], seed: int | None) -> None:
@@ -39,6 +45,7 @@ class MediaAdapter(Adapter):
 
     def _inputs(self, batch: PackedBatch, context: StepContext) -> dict[str, Any]:
         assert batch.media is not None, "checked before the step"
+        self.tower_kernels.kernels = context.kernels
         embeds_TD: Tensor = self.parts.embedding(batch.input_ids)
         plan, width = batch.media.plan, embeds_TD.shape[1]
         features = self.towers.features(batch.media.own, embeds_TD).to(embeds_TD.dtype)

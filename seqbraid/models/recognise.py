@@ -7,7 +7,7 @@ compute exactly what we know, or cannot be run this way, is not recognised, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +109,27 @@ def rotary_of(module: nn.Module) -> Callable[..., Any] | None:
         return None
     found = forward.__globals__.get(ROTARY)
     return found if callable(found) else None
+
+
+def with_names(module: nn.Module, names: dict[str, Any]) -> Any:
+    """The forward of a module's class, in which some names of its file mean something else."""
+    stock = type(module).forward
+    own = FunctionType(
+        stock.__code__, {**stock.__globals__, **names}, stock.__name__, stock.__defaults__, stock.__closure__
+    )
+    own.__kwdefaults__ = stock.__kwdefaults__
+    return MethodType(own, module)
+
+
+class EagerConfig:
+    """A config but for its attention, which is the plain one."""
+
+    def __init__(self, config: Any) -> None:
+        self._of = config
+        self._attn_implementation = "eager"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
 
 
 def random_numbers(random: torch.Generator, *shape: int) -> Tensor:

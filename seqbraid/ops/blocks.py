@@ -42,8 +42,8 @@ def rounded(rows: int) -> int:
 
 ROUND_PAIRS, ANY_PAIRS = 2**21, 2**26
 """Blocks of one shape with at least this many query-key pairs get a dense call of their own, if round or of
-any shape; the others share one varlen call. Below ANY_PAIRS the layers of one step do not earn back what a
-new shape costs."""
+any shape, as do blocks side by side with as many between them; the others share one varlen call. Below
+ANY_PAIRS the layers of one step do not earn back what a new shape costs."""
 
 
 FEW_CALLS = 8
@@ -200,6 +200,11 @@ def _rows(ranges: Sequence[tuple[int, int]], device: torch.device) -> RowIndex:
     return torch.cat([torch.arange(start, stop) for start, stop in ranges]).to(device)
 
 
+def _are_neighbours(blocks: Sequence[Block]) -> bool:
+    """Whether these can be stacked without being gathered."""
+    return len(_stretches(sorted(blocks))) == 1
+
+
 def _stretches(blocks: Sequence[Block]) -> list[list[Block]]:
     """Blocks in order, parted where their query or key rows do not lie side by side."""
     stretches: list[list[Block]] = []
@@ -267,12 +272,15 @@ class BlockPlan:
             # Queries behind the last one change nothing, and keys behind it are seen by none of a causal
             # block.
             can_fill = causal or keys % ROUND == 0
+            is_many = len(blocks) * queries * keys >= ANY_PAIRS and _are_neighbours(blocks)
             if window is not None or shift or impl is not TORCH:
                 short.setdefault((causal, window), []).extend(blocks)
             elif can_fill and queries * keys >= ROUND_PAIRS:
                 groups += [DenseGroup.of([block], device, is_round=True) for block in blocks]
             elif can_fill and queries % ROUND == 0 and len(blocks) * queries * keys >= ROUND_PAIRS:
                 groups.append(DenseGroup.of(blocks, device))
+            elif is_many:
+                groups.append(DenseGroup.of(sorted(blocks), device))
             elif queries * keys >= ANY_PAIRS:
                 groups += [DenseGroup.of([block], device) for block in blocks]
             else:
@@ -283,6 +291,11 @@ class BlockPlan:
             parts = stretches if len(stretches) <= FEW_CALLS else [sorted(blocks)]
             groups += [VarlenGroup.of(part, device, impl) for part in parts]
         return groups
+
+    @staticmethod
+    def whole(segments: Sequence[tuple[int, int]]) -> BlockPlan:
+        """All rows of a segment `[start, stop)` see each other."""
+        return BlockPlan(tuple(Block(start, stop, start, stop, False) for start, stop in segments))
 
     @staticmethod
     def causal(segments: Sequence[tuple[int, int]], window: int | None = None) -> BlockPlan:

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 import seqbraid
 from seqbraid import Mesh
-from seqbraid.models import fused
+from seqbraid.models import fused, tower_attention
 from seqbraid.models.tiny.decoders import tiny_model
+from seqbraid.models.tiny.media import mixed_samples, tiny_media_config, tiny_media_model
 from seqbraid.models.tiny.samples import random_samples
 from seqbraid.ops import cross_entropy, cross_entropy_triton, rows_triton, swiglu_triton
 from seqbraid.ops.kernels import KernelOptions
@@ -65,6 +66,15 @@ def test_parity(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parity.holds, parity.worst
     assert calls["rows_triton.forward"] and calls["rows_triton.backward"]
     assert (calls["swiglu_triton.backward"] > 0) == (family not in ("gemma3", "qwen3_moe"))
+
+
+def test_parity_of_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their queries and keys are turned by the kernel too, which takes angles wider than its rows."""
+    calls = fuse(monkeypatch)
+    count_calls(monkeypatch, calls, tower_attention, "fused_rows")
+    parity = check_parity(tiny_media_model("qwen3_vl"), mixed_samples(tiny_media_config("qwen3_vl"))[:3])
+    assert parity.holds, parity.worst
+    assert calls["tower_attention.fused_rows"]
 
 
 def verdict(mesh: dict[str, int]) -> tuple[bool, object, Counter[str]]:

@@ -1,0 +1,80 @@
+"""The attention of media towers is packed: a call a layer, and nothing of the stock model is left changed.
+
+That it gives what the stock towers give is looked at by every parity test with media.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+import seqbraid as sb
+from seqbraid.models import tower_attention
+from seqbraid.models.tiny.media import mixed_samples, tiny_media_config, tiny_media_model
+from seqbraid.models.tower_attention import TowerKernels, pack_towers
+
+ONE = sb.Mesh(rank=0, world_size=1)
+
+
+def attention_of(model: Any) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__.endswith(("VisionAttention", "AudioAttention"))]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Parts of the rows in each call of attention in a tower."""
+    found: list[int] = []
+    attend = tower_attention.ring_attention
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, plan: Any, *args: Any, **kwargs: Any) -> Tensor:
+        found.append(len(plan.local.blocks))
+        return attend(q, k, v, plan, *args, **kwargs)
+
+    monkeypatch.setattr(tower_attention, "ring_attention", counted)
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen3_omni"])
+def test_a_layer_calls_attention_once(family: str, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Tensor] = []
+    whole = tower_attention.BlockPlan.whole
+    monkeypatch.setattr(tower_attention.BlockPlan, "whole", lambda parts: reads.append(parts) or whole(parts))
+    model = tiny_media_model(family)
+    braided = sb.parallelize(model, ONE)
+    modules = attention_of(model)
+    assert len(modules) >= 3 and all("forward" in vars(module) for module in modules)
+    reads.clear()  # those of the trial
+    calls.clear()
+    braided(sb.pack(mixed_samples(tiny_media_config(family)), model.config, ONE)).loss.backward()
+    # The audio tower is called for each length of short clips.
+    assert len(calls) == len(modules) if family != "qwen3_omni" else len(calls) > len(modules)
+    assert max(calls) > 3 and len(reads) < len(calls)
+    braided.release()
+    assert not any("forward" in vars(module) for module in modules)
+
+
+def test_attention_that_does_something_else_stays_as_it_is() -> None:
+    model = tiny_media_model("qwen3_vl")
+    stock = attention_of(model)[0]
+    names = dict(type(stock).forward.__globals__)
+    eager = names["eager_attention_forward"]
+    names["eager_attention_forward"] = lambda *args, scaling, **kwargs: eager(
+        *args, scaling=2 * scaling, **kwargs
+    )
+    forward = type(stock).forward
+    softer = type(forward)(forward.__code__, names, "forward", forward.__defaults__, forward.__closure__)
+    stock.__class__ = type("SofterAttention", (type(stock),), {"forward": softer})
+    others = [module for module in attention_of(model) if module is not stock]
+    assert pack_towers([model], TowerKernels()) == others and "forward" not in vars(stock)
+
+
+def test_attention_dropout_is_refused() -> None:
+    model = tiny_media_model("qwen3_vl")
+    attention_of(model)[0].attention_dropout = 0.1  # type: ignore[assignment]
+    braided = sb.parallelize(model, ONE)
+    batch = sb.pack(mixed_samples(tiny_media_config("qwen3_vl")), model.config, ONE)
+    with pytest.raises(ValueError, match=r"attention dropout 0\.1 or a mask of its own; only "):
+        braided(batch)
+    braided.release()
