@@ -32,7 +32,7 @@ from tests.helpers.ranks import errors, run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 30
-SHORT = 8
+SHORT = 5
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from seqbraid.train.config import CheckpointConfig, LogConfig, MeshConfig, StepConfig
+from seqbraid.train.log import read_log
 from tests.helpers.ranks import run
 from tests.train.test_train import (  # noqa: F401  the fixture is found by its name
-    _train_and_stop,
     _weights,
     config,
     furthest,
@@ -30,10 +29,10 @@ def test_the_curve_is_that_of_one_process_and_a_run_resumes_on_another_mesh(
     common: dict[str, Any] = {
         "model": "tiny:qwen3_vl_moe",
         "train": StepConfig(steps=4, batch_tokens=512, lr=1e-3),
-        "checkpoint": CheckpointConfig(every=2),
+        "checkpoint": CheckpointConfig(every=2, keep=2),
         "log": LogConfig(sinks=[], every=1000),
     }
-    alone, whole, begun, elsewhere = (tmp_path / name for name in ("alone", "whole", "begun", "elsewhere"))
+    alone, whole, again, elsewhere = (tmp_path / name for name in ("alone", "whole", "again", "elsewhere"))
     run(train, 1, config(shapes, alone, **common))
     run(train, 4, config(shapes, whole, **common, mesh=EXPERTS), limit=240.0)
     assert furthest(losses(whole), losses(alone)) < 1e-5
@@ -41,11 +40,13 @@ def test_the_curve_is_that_of_one_process_and_a_run_resumes_on_another_mesh(
         assert step["expert_load_max"] == one["expert_load_max"] > 1
         assert one["expert_tokens_sent"] == 0 < step["expert_tokens_sent"] < 1
 
-    run(_train_and_stop, 4, config(shapes, begun, **common, mesh=EXPERTS), 3, limit=240.0)
-    shutil.copytree(begun, elsewhere)
-    run(train, 4, config(shapes, begun, **common, mesh=EXPERTS), limit=240.0)
-    assert losses(begun) == losses(whole) and _weights(begun) == _weights(whole)
-    assert [r["grad_norm"] for r in logged(begun)] == [r["grad_norm"] for r in logged(whole)]
-    other = replace(config(shapes, elsewhere, **common), mesh=MeshConfig(dp_shard=2, ulysses=2))
-    run(train, 4, other, limit=240.0)
+    common["resume"] = "step:2"
+    for out in (again, elsewhere):
+        shutil.copytree(whole, out)
+    run(train, 4, config(shapes, again, **common, mesh=EXPERTS), limit=240.0)
+    assert losses(again) == losses(whole) and _weights(again) == _weights(whole)
+    assert [r["grad_norm"] for r in logged(again)] == [r["grad_norm"] for r in logged(whole)]
+    run(train, 4, config(shapes, elsewhere, **common, mesh=MeshConfig(dp_shard=2, ulysses=2)), limit=240.0)
     assert furthest(losses(elsewhere), losses(whole)) < 1e-5
+    for out in (again, elsewhere):
+        assert [r["step"] for r in read_log(out / "log.jsonl") if r.get("event") == "resumed"] == [2]
