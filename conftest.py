@@ -4,6 +4,9 @@ import os
 import tempfile
 from typing import Any
 
+# Ranks talk through gloo here, and runs would take a GPU that is there; `CUDA_VISIBLE_DEVICES=0` shows it.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
 import pytest
 import torch
 

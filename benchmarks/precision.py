@@ -7,6 +7,7 @@ samples in one row. The error of a gradient is its distance from float32 over fl
 root mean square over the parameters, ours over stock's (the goal is 1.1 at most), the median of the
 parameters' own ratios, and the worst of them. Parameters whose gradient is lost in bfloat16 altogether
 (stock is off by more than half, as with the bias of keys, which no softmax sees) are counted and left out.
+With experts much of the error is that of other choices of a router, on either side: `--seeds` averages.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import seqbraid as sb
+from seqbraid.models.families import family_of
+from seqbraid.models.media_tokens import token_types
 from seqbraid.models.tiny.decoders import tiny_model
 from seqbraid.models.tiny.media import mixed_samples, tiny_media_config, tiny_media_model
 from seqbraid.models.tiny.samples import random_samples
@@ -55,12 +58,12 @@ LOST = 0.5
 """An error of stock's own by which a gradient says nothing any more."""
 
 
-def small_model(name: str) -> PreTrainedModel:
+def small_model(name: str, seed: int) -> PreTrainedModel:
     """Float32, with weights that bfloat16 can hold."""
     if name in MEDIA:
-        model = tiny_media_model(MEDIA[name], text_config=MEDIA_TEXT)
+        model = tiny_media_model(MEDIA[name], seed, text_config=MEDIA_TEXT)
     else:
-        model = tiny_model(name, **(SIZES | FAMILIES[name]))
+        model = tiny_model(name, seed, **(SIZES | FAMILIES[name]))
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16())
@@ -90,10 +93,18 @@ def on(samples: Sequence[dict[str, Any]], device: str, dtype: torch.dtype) -> li
     return [moved(sample) for sample in samples]
 
 
+def with_types(samples: Sequence[dict[str, Any]], config: Any) -> list[dict[str, Any]]:
+    """What a processor gives beside the ids: which of them are of media."""
+    types = [token_types(sample["input_ids"], config) for sample in samples]
+    return [{**sample, "mm_token_type_ids": x} for sample, x in zip(samples, types, strict=True)]
+
+
 def stock(
     model: PreTrainedModel, samples: Sequence[dict[str, Any]], objective: Any, device: str
 ) -> Measurement:
     """Each sample alone."""
+    if family_of(model.config) is not None:
+        samples = with_types(samples, model.config)
     with torch.device(device):
         return stock_step(model, on(samples, device, model.dtype), objective=objective)
 
@@ -133,8 +144,8 @@ def off(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def ratios(ours: Measurement, plain: Measurement, wide: Measurement) -> str:
-    """What the module's docstring names."""
+def ratios(ours: Measurement, plain: Measurement, wide: Measurement) -> tuple[float, str]:
+    """The ratio, and what else the module's docstring names."""
     there = [name for name, g in wide.gradients.items() if float(g.norm())]
     names = [name for name in there if 0 < off(plain.gradients[name], wide.gradients[name]) < LOST]
     of_ours, of_stock = (
@@ -144,26 +155,30 @@ def ratios(ours: Measurement, plain: Measurement, wide: Measurement) -> str:
     worst = max(single, key=lambda name: single[name])
     whole = [math.sqrt(sum(x * x for x in e.values()) / len(names)) for e in (of_ours, of_stock)]
     losses = [abs(float(m.loss) - float(wide.loss)) for m in (ours, plain)]
-    return (
+    return whole[0] / whole[1], (
         f"gradients {whole[0]:.2e} / {whole[1]:.2e} = {whole[0] / whole[1]:.2f}, median of {len(names)} "
         f"parameters {statistics.median(single.values()):.2f}, worst {single[worst]:.2f} ({worst}), "
         f"{len(there) - len(names)} lost; loss {losses[0]:.1e} / {losses[1]:.1e}"
     )
 
 
-def compare(name: str, device: str) -> None:
-    """A family's lines."""
-    wide = small_model(name).to(device)
+def compare(name: str, device: str, seed: int) -> dict[str, float]:
+    """A family's lines; gives their ratios."""
+    wide = small_model(name, seed).to(device)
     narrow = copy.deepcopy(wide).bfloat16()
     samples, mesh = samples_of(name), sb.Mesh(rank=0, world_size=1)
+    found: dict[str, float] = {}
     for kind, objective in (("cross entropy", None), ("log-probabilities", POLICY)):
         exact, plain = (stock(model, samples, objective, device) for model in (wide, narrow))
         ours = packed_step(narrow, samples, mesh, objective=objective)
-        print(f"{name}, {kind}: {ratios(ours, plain, exact)}", flush=True)
+        found[f"gradients of {kind}"], line = ratios(ours, plain, exact)
+        print(f"{name}, {kind}: {line}", flush=True)
     wanted, of_stock = values(exact.logits, samples), values(plain.logits, samples)
     for quantity, got in our_values(narrow, samples, device).items():
         a, b = (off(x.to(got.device), wanted[quantity].to(got.device)) for x in (got, of_stock[quantity]))
+        found[quantity] = a / b
         print(f"{name}, {quantity}: {a:.2e} / {b:.2e} = {a / b:.2f}", flush=True)
+    return found
 
 
 def main() -> None:
@@ -171,10 +186,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--families", default=",".join([*FAMILIES, *MEDIA]))
+    parser.add_argument("--seeds", type=int, default=1, help="models of a family")
     args = parser.parse_args()
     print("distance from float32 in bfloat16: ours / stock's = ratio")
     for name in args.families.split(","):
-        compare(name, args.device)
+        seeds = [compare(name, args.device, seed) for seed in range(args.seeds)]
+        means = {key: statistics.geometric_mean([found[key] for found in seeds]) for key in seeds[0]}
+        if args.seeds > 1:
+            said = ", ".join(f"{key} {mean:.2f}" for key, mean in means.items())
+            print(f"{name}, geometric mean of {args.seeds} models: {said}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import seqbraid as sb
 from seqbraid import Mesh
 from seqbraid.data.media.processor import load_processor
 from seqbraid.data.tiny import CHAT_TEMPLATE, tiny_training_model
+from seqbraid.ops.triton_status import package_version
 from tests.helpers import ranks, runs
 from tests.helpers.trainers import arguments, as_torchrun_starts, curve, tokens
 
@@ -75,6 +77,22 @@ def curves(made: Any) -> dict[str, list[float]]:
     return {key: curve(made, key) for key in KEYS}
 
 
+def divided_as_ours(made: Any, samples: int) -> dict[str, list[float]]:
+    """The curves of stock steps of so many samples, all of whose tokens are labels: older Trainers (5.9)
+    divide by the first tokens too, for which nothing is predicted.
+    """
+    found = curves(made)
+    counted = made._get_num_items_in_batch(
+        [{"labels": torch.zeros(1, 2, dtype=torch.long)}], torch.device("cpu")
+    )
+    if counted == 2:
+        totals = [0.0, *found["num_tokens"]]
+        factors = [(b - a) / (b - a - samples) for a, b in pairwise(totals)]
+        for key in ("loss", "grad_norm"):
+            found[key] = [x * factor for x, factor in zip(found[key], factors, strict=True)]
+    return found
+
+
 def assert_same(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
     assert len(wanted["loss"]) == 3 and wanted["loss"][0] != wanted["loss"][2]
     for key in KEYS:
@@ -93,7 +111,8 @@ def test_in_one_process_it_has_the_losses_of_trl(kind: str, tmp_path: Path) -> N
     if kind == "adapters":
         options["peft_config"] = LoraConfig(r=4, target_modules="all-linear")
     stock, ours = (sft(own, kind, str(tmp_path), changes, **options) for own in (False, True))
-    assert_same(curves(ours), curves(stock))
+    all_labels = kind in ("messages", "adapters")
+    assert_same(curves(ours), divided_as_ours(stock, 4) if all_labels else curves(stock))
     if kind == "prompt":  # TRL logs the mean over micro-batches, we that over tokens
         assert curve(ours, "mean_token_accuracy") == pytest.approx(curve(stock, "mean_token_accuracy"))
 
@@ -108,6 +127,10 @@ def vision_on_ranks(out: str, changes: dict[str, Any]) -> tuple[dict[str, list[f
     return losses, curve(again, "loss")[-1:]
 
 
+@pytest.mark.skipif(
+    package_version("transformers") < (5, 18),
+    reason="TRL marks assistants in pictures' conversations from 5.18 on",
+)
 def test_pictures_on_two_ranks_have_the_losses_of_trl_in_one_process(tmp_path: Path) -> None:
     # Of a vision model the stock Trainer takes the mean over micro-batches, which is that over label tokens
     # where there is one.
