@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.group import Group
+from ..ops.attention_kernels import uses_varlen
 from ..ops.blocks import BlockPlan
 from ..ops.kernels import DEFAULT, Kernels
 from ..ops.plain_rows import Rotation, plain_rows
@@ -87,9 +89,17 @@ def _attend(
             f"{type(module).__name__} of a tower uses attention dropout {dropout} or a mask of its own; only "
             "attention_dropout=0 is supported"
         )
-    q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     plan = _plan(cu_seq_lens_q)
+    if not _has_kernel(query, value):  # plain maths would hold the scores of all parts at once
+        cut = [[x[:, :, b.q_start : b.q_stop] for x in (query, key, value)] for b in plan.local.blocks]
+        outs = [scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in cut]
+        return torch.cat(outs, dim=2).transpose(1, 2), None
+    q_THD, k_THD, v_THD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return ring_attention(q_THD, k_THD, v_THD, plan, Group(), scaling, kernels=found_by.kernels)[None], None
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    return not query.is_cuda or uses_varlen(query, value)
 
 
 _PLANS = WeakIdKeyDictionary()

@@ -70,6 +70,22 @@ def test_attention_that_does_something_else_stays_as_it_is() -> None:
     assert pack_towers([model], TowerKernels()) == others and "forward" not in vars(stock)
 
 
+def test_what_no_kernel_takes_is_computed_part_by_part(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_media_model("qwen3_vl")
+    batch = sb.pack(mixed_samples(tiny_media_config("qwen3_vl")), model.config, ONE)
+    losses = []
+    for has_kernel in (True, False):
+        monkeypatch.setattr(tower_attention, "_has_kernel", lambda query, value, found=has_kernel: found)
+        braided = sb.parallelize(model, ONE)
+        calls.clear()
+        losses.append(braided(batch).mean_loss)
+        assert bool(calls) == has_kernel
+        braided.release()
+    assert losses[0] == pytest.approx(float(losses[1]), rel=1e-6)
+
+
 def test_attention_dropout_is_refused() -> None:
     model = tiny_media_model("qwen3_vl")
     attention_of(model)[0].attention_dropout = 0.1  # type: ignore[assignment]
