@@ -29,7 +29,7 @@ PACKAGES = {
     "transformers": "",
     "triton": "our kernels and flash-linear-attention's, on a GPU",
     "fla-core": "gated delta layers on a GPU: pip install 'seqbraid[cuda]'",
-    "flash-qla": "gated delta layers on Hopper and Blackwell: pip install 'seqbraid[qla]'",
+    "flash-qla": "gated delta layers on Hopper: pip install 'seqbraid[qla]'",
     "flash-attn-4": "attention on Hopper and Blackwell: pip install 'seqbraid[flash]'",
     "peft": "LoRA: pip install 'seqbraid[lora]'",
     "trl": "the SFTTrainer on a mesh: pip install 'seqbraid[trl]'",

@@ -103,15 +103,21 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 _PLANS = WeakIdKeyDictionary()
-"""By the boundaries' tensor, which all layers of a tower's call are given."""
+"""By the boundaries' tensor, which all layers of a tower's call are given; with the version that was read."""
 
 
 def _plan(cu_seqlens: Tensor) -> RingPlan:
-    if cu_seqlens not in _PLANS:
-        parts = [part for part in pairwise(cu_seqlens.tolist()) if part[0] < part[1]]
-        _PLANS[cu_seqlens] = RingPlan(BlockPlan.whole(parts))
-    found: RingPlan = _PLANS[cu_seqlens]
-    return found
+    # Whoever calls a tower himself may write the next boundaries into the same tensor, and those of inference
+    # mode do not tell.
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    known = _PLANS.get(cu_seqlens)
+    if known is not None and known[0] == version is not None:
+        found: RingPlan = known[1]
+        return found
+    plan = RingPlan(BlockPlan.whole([part for part in pairwise(cu_seqlens.tolist()) if part[0] < part[1]]))
+    if version is not None:
+        _PLANS[cu_seqlens] = (version, plan)
+    return plan
 
 
 def _rotate(

@@ -28,7 +28,7 @@ from .fla_status import fla_missing, fla_wrong
 from .gated_delta_call import DEFAULTS, Gradients, RuleCall, RuleOptions
 from .gated_delta_chunks import Chunking, Chunks, chain, chain_backward, tile_backward
 from .gated_delta_fla import FlaGatedDeltaCall
-from .gated_delta_qla import CAPABILITIES, HEAD, QlaGatedDeltaCall, qla_missing
+from .gated_delta_qla import HEAD, HOPPER, QlaGatedDeltaCall, qla_missing
 from .kernels import DEFAULT, Candidate, Kernels, Op, needs_16_bits_on_a_gpu
 
 
@@ -207,8 +207,8 @@ def _unfit(need: RuleNeed) -> str | None:
 
 
 def _unfit_for_qla(need: RuleNeed) -> str | None:
-    if need.device.type == "cuda" and torch.cuda.get_device_capability(need.device) not in CAPABILITIES:
-        return "its kernels are for GPUs like the H100, H200, B200 and B300"
+    if need.device.type == "cuda" and torch.cuda.get_device_capability(need.device) != HOPPER:
+        return "its kernels are used on GPUs like the H100 and H200 only"
     if (need.key_dim, need.value_dim) != (HEAD, HEAD):
         return f"it takes heads of {HEAD} only"
     if need.has_empty:

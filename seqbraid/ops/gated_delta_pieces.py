@@ -84,6 +84,12 @@ class Pieces:
         )
 
 
+def carried(M_HKK: Tensor, state_HKV: Tensor, added_HKV: Tensor | None = None) -> Tensor:
+    """M S, and what is added to it; autocast does not lower the precision."""
+    with torch.autocast(state_HKV.device.type, enabled=False):
+        return M_HKK @ state_HKV if added_HKV is None else torch.baddbmm(added_HKV, M_HKK, state_HKV)
+
+
 class PiecewiseCall:
     """What such calls share: how segments are cut, and how their pieces are joined."""
 
@@ -123,7 +129,7 @@ class PiecewiseCall:
             M, S0 = self._summaries[first]
             for piece in others:
                 M_piece, S0_piece = self._summaries[piece]
-                M, S0 = M_piece @ M if with_transition else M, torch.baddbmm(S0_piece, M_piece, S0)
+                M, S0 = carried(M_piece, M) if with_transition else M, carried(M_piece, S0, S0_piece)
             Ms.append(M)
             S0s.append(S0)
         return self._stacked(Ms, self.key_dim) if with_transition else None, self._stacked(
@@ -138,7 +144,7 @@ class PiecewiseCall:
             *earlier, last = self.pieces.of_segment[segment]
             dS = self._gradients[last]
             for piece in reversed(earlier):
-                dS = torch.baddbmm(self._gradients[piece], self._transition(piece).mT, dS)
+                dS = carried(self._transition(piece).mT, dS, self._gradients[piece])
             found.append(dS)
         return self._stacked(found, self.value_dim)
 
@@ -197,7 +203,7 @@ class PiecewiseCall:
                 states.append(state)
                 if piece != pieces[-1]:
                     M, S0 = self._summaries[piece]
-                    state = torch.baddbmm(S0, M, state)
+                    state = carried(M, state, S0)
         return torch.stack(states)
 
     def _leaving_gradients(self, dout_THV: Tensor, dfinal_NHKV: Tensor | None) -> Tensor | None:
@@ -211,7 +217,7 @@ class PiecewiseCall:
             for piece in reversed(pieces):
                 states.append(state)
                 if piece != pieces[0]:
-                    state = torch.baddbmm(self._gradients[piece], self._transition(piece).mT, state)
+                    state = carried(self._transition(piece).mT, state, self._gradients[piece])
         return torch.stack(states[::-1])
 
     def _transition(self, piece: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The gated delta rule by FlashQLA's kernels, for GPUs of the Hopper and Blackwell generations.
+"""The gated delta rule by FlashQLA's kernels, for GPUs of the Hopper generation.
 
 Its own way to cut long sequences (`auto_cp`) drops states that have nearly decayed. So its kernels are
 called one by one, and pieces are chained here, exactly.
@@ -26,8 +26,8 @@ from .gated_delta_pieces import CHUNK, Pieces, PiecewiseCall
 HEAD = 128
 """The one size of heads that it takes."""
 
-CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-"""GPUs for which it has all the kernels that are needed here."""
+HOPPER = (9, 0)
+"""GPUs for which it has all that is needed here: its kernels for Blackwell round M of a piece to 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,10 @@ def qla_functions() -> QlaFunctions:
     """Imported late: it takes a while, and needs a GPU."""
     from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd
     from flash_qla.ops.gated_delta_rule import chunk
+    from flash_qla.ops.gated_delta_rule.chunk.hopper import prepare_h
     from flash_qla.ops.utils import chunk_local_cumsum, group_reduce_vector
     from flash_qla.utils.index import prepare_varlen_metadata
 
-    (generation,) = (
-        name for name in ("hopper", "blackwell") if chunk.fused_gdr_h.__module__.split(".")[-2] == name
-    )
     return QlaFunctions(
         l2norm_fwd=l2norm_fwd,
         l2norm_bwd=l2norm_bwd,
@@ -216,7 +214,7 @@ def qla_functions() -> QlaFunctions:
         solve=chunk.kkt_solve,
         forward=chunk.fused_gdr_fwd,
         states=chunk.fused_gdr_h,
-        state_kernel=getattr(chunk, generation).prepare_h.tilelang_prepare_h,
+        state_kernel=prepare_h.tilelang_prepare_h,
         entering=chunk.fused_gdr_dh,
         backward=chunk.fused_gdr_bwd,
         sum_heads=group_reduce_vector,

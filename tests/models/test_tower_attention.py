@@ -5,9 +5,11 @@ That it gives what the stock towers give is looked at by every parity test with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import seqbraid as sb
@@ -84,6 +86,29 @@ def test_what_no_kernel_takes_is_computed_part_by_part(
         assert bool(calls) == has_kernel
         braided.release()
     assert losses[0] == pytest.approx(float(losses[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_boundaries_that_change_in_place_are_read_again(mode: Callable[[], Any]) -> None:
+    model = tiny_media_model("qwen3_vl")
+    attend = attention_of(model)[0]
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, attend.dim, generator=random)  # type: ignore[call-overload]
+    angles = torch.randn(2, 8, attend.head_dim, generator=random).unbind()  # type: ignore[call-overload]
+    with mode():
+
+        def outs() -> list[Tensor]:
+            cu, found = torch.tensor([0, 4, 8], dtype=torch.int32), []
+            for cut in (4, 2):
+                cu[1] = cut
+                found.append(attend(hidden, cu_seqlens=cu, position_embeddings=angles))
+            return found
+
+        stock = outs()
+        braided = sb.parallelize(model, ONE)
+        ours = outs()
+    braided.release()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, stock, strict=True))
 
 
 def test_attention_dropout_is_refused() -> None:

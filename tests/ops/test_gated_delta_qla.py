@@ -128,6 +128,23 @@ def test_pieces_joined_are_the_rule(
     assert sorted(i for part in kernels.reduced for i in part) == sorted(i for part in reduced for i in part)
 
 
+def test_autocast_does_not_lower_the_precision_of_chains(kernels: InTorch) -> None:
+    cu, shapes = (0, 300, 500), [(500, 2, 8), (500, 2, 8), (500, 4, 8), (500, 4), (500, 4)]
+    q, k, v, g, beta = (random(*shape).float() for shape in shapes)
+    inputs, dout = (q, k / 8, v, -0.05 * g.abs(), beta.sigmoid()), random(500, 4, 8).float()
+
+    def run() -> list[Tensor]:
+        call = QlaGatedDeltaCall(*inputs, cu, OPTIONS, opened=(0, 1))
+        found = [*call.summaries((0, 1), True), *call.forward(None)]
+        back = QlaGatedDeltaCall(*inputs, cu, OPTIONS, kept=call.kept, opened=(0, 1))
+        return [*found, back.entering_gradients(dout, (0, 1)), *back.backward(dout, None, None)]
+
+    wanted = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run()
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -145,5 +162,6 @@ def test_what_its_kernels_are_not_made_for(
     candidate = RULE.candidate("flash_qla")
     assert candidate.unfit(need) is None
     assert says in str(candidate.unfit(need._replace(**change)))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    assert "H100" in str(candidate.unfit(need))
+    for other in ((8, 9), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=other: found)
+        assert "H100" in str(candidate.unfit(need))
