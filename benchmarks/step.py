@@ -5,7 +5,7 @@ kernels that a skilled user adds, and seqbraid, in turns in one run.
 turns), the ratio to the best of the others, model FLOPs utilisation (`seqbraid.plan.flops`: the model's
 arithmetic without recomputation, over the time and the vendor's dense bf16 peak), peak memory, loss and
 gradient norm. Each way has a process of its own, since Liger patches classes for the whole process; what
-fails is said. `--profile` shows where the time goes.
+fails is said. `--profile` shows where the time goes, and `--waits` where the host waits for the GPU in a step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import statistics
 import subprocess
 import sys
 import traceback
+import warnings
+from collections import Counter
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -96,6 +98,12 @@ def main() -> None:
             if found:
                 show(worker.way, found, args.kernels)
     for worker in workers:
+        found = worker.ask("waits") if worker.way in args.waits.split(",") else None
+        if found is not None:
+            print(f"{worker.way}: the host waits for the GPU {sum(found.values())} times in a step")
+            for where, count in found.items():
+                print(f"  {count:5d} × {where}")
+    for worker in workers:
         worker.process.kill()
 
 
@@ -111,6 +119,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of a turn, after one to warm up")
     parser.add_argument("--profile", default="", help="ways whose time is shown by kind of work")
+    parser.add_argument("--waits", default="", help="ways whose waits are counted")
     parser.add_argument("--kernels", type=int, default=12, help="kernels that a profile lists")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -202,6 +211,17 @@ class _State:
         found = profiled(self.step)
         self.model.zero_grad(set_to_none=True)
         return found
+
+    def waits(self) -> dict[str, int]:
+        """How often a step waits for the GPU, by the line that does, as torch tells."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            self.torch.cuda.set_sync_debug_mode("warn")
+            self.step()
+            self.torch.cuda.set_sync_debug_mode("default")
+        self.model.zero_grad(set_to_none=True)
+        lines = Counter(f"{w.filename}:{w.lineno}" for w in seen if "synchroniz" in str(w.message))
+        return dict(lines.most_common())
 
 
 if __name__ == "__main__":

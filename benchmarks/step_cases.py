@@ -205,7 +205,9 @@ def _qwen3_omni(layers: int) -> Any:
     text |= EXPERTS_30B | {"rope_parameters": MROPE}
     audio = {"d_model": 1280, "encoder_layers": 8, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
     audio |= {"output_dim": 2048, "n_window": 50, "n_window_infer": 800}
-    return Qwen3OmniMoeThinkerConfig(text_config=text, audio_config=audio)
+    return Qwen3OmniMoeThinkerConfig(
+        text_config=text, audio_config=audio, vision_start_token_id=151652, vision_end_token_id=151653
+    )
 
 
 def _omni_class() -> Any:
