@@ -5,7 +5,7 @@ kernels that a skilled user adds, and seqbraid, in turns in one run.
 turns), the ratio to the best of the others, model FLOPs utilisation (`seqbraid.plan.flops`: the model's
 arithmetic without recomputation, over the time and the vendor's dense bf16 peak), peak memory, loss and
 gradient norm. Each way has a process of its own, since Liger patches classes for the whole process; what
-fails is said. `--profile` shows where the time goes, and `--waits` where the host waits for the GPU in a step.
+fails is said. `--profile` shows where the time goes, `--waits` where the host waits for the GPU in a step.
 """
 
 from __future__ import annotations
