@@ -93,8 +93,10 @@ def check_nothing_around(model: PreTrainedModel, decoder: nn.Module, head: nn.Li
     """
     weight = model.get_input_embeddings().weight
     device = torch.device("cpu") if weight.is_meta else weight.device
+    random = torch.Generator(device).manual_seed(0)  # of its own: the user's goes on as if we were not here
     hidden, logits = (
-        torch.randn(1, 2, size, dtype=weight.dtype, device=device) for size in (head.in_features, 5)
+        torch.randn(1, 2, size, generator=random, dtype=weight.dtype, device=device)
+        for size in (head.in_features, 5)
     )
     given: list[Tensor] = []
 

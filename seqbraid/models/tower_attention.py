@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..comm.group import Group
 from ..ops.attention_kernels import uses_varlen
 from ..ops.blocks import BlockPlan
+from ..ops.boundaries import as_boundaries
 from ..ops.kernels import DEFAULT, Kernels
 from ..ops.plain_rows import Rotation, plain_rows
 from ..ops.rows import ROTARY, fused_rows
@@ -89,7 +90,7 @@ def _attend(
             f"{type(module).__name__} of a tower uses attention dropout {dropout} or a mask of its own; only "
             "attention_dropout=0 is supported"
         )
-    plan = _plan(cu_seq_lens_q)
+    plan = _plan(cu_seq_lens_q, query.shape[2])
     if not _has_kernel(query, value):  # plain maths would hold the scores of all parts at once
         cut = [[x[:, :, b.q_start : b.q_stop] for x in (query, key, value)] for b in plan.local.blocks]
         outs = [scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in cut]
@@ -103,20 +104,27 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 _PLANS = WeakIdKeyDictionary()
-"""By the boundaries' tensor, which all layers of a tower's call are given; with the version that was read."""
+"""By the boundaries' tensor, which all layers of a tower's call are given; with the version that was read,
+and for how many rows."""
 
 
-def _plan(cu_seqlens: Tensor) -> RingPlan:
+def _plan(cu_seqlens: Tensor, num_rows: int) -> RingPlan:
     # Whoever calls a tower himself may write the next boundaries into the same tensor, and those of inference
     # mode do not tell.
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    read = None if cu_seqlens.is_inference() else (cu_seqlens._version, num_rows)
     known = _PLANS.get(cu_seqlens)
-    if known is not None and known[0] == version is not None:
+    if known is not None and known[0] == read:
         found: RingPlan = known[1]
         return found
-    plan = RingPlan(BlockPlan.whole([part for part in pairwise(cu_seqlens.tolist()) if part[0] < part[1]]))
-    if version is not None:
-        _PLANS[cu_seqlens] = (version, plan)
+    bounds = as_boundaries(cu_seqlens.tolist(), num_rows)
+    if (bounds[0], bounds[-1]) != (0, num_rows):
+        raise ValueError(
+            f"cu_seqlens {list(bounds)} of a tower leaves some of its {num_rows} rows out; pass "
+            f"boundaries from 0 to {num_rows}"
+        )
+    plan = RingPlan(BlockPlan.whole([part for part in pairwise(bounds) if part[0] < part[1]]))
+    if read is not None:
+        _PLANS[cu_seqlens] = (read, plan)
     return plan
 
 

@@ -111,6 +111,26 @@ def test_boundaries_that_change_in_place_are_read_again(mode: Callable[[], Any])
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, stock, strict=True))
 
 
+@pytest.mark.parametrize("bounds", [[0, 4, 6], [1, 8], [0, 4, 9], [0, 5, 4, 8]])
+def test_boundaries_that_do_not_cut_all_rows_are_refused(bounds: list[int]) -> None:
+    model = tiny_media_model("qwen3_vl")
+    attend = attention_of(model)[0]
+    hidden, angles = torch.zeros(8, attend.dim), torch.zeros(2, 8, attend.head_dim)  # type: ignore[call-overload]
+    braided = sb.parallelize(model, ONE)
+    with pytest.raises(ValueError, match=r"cu_seqlens .* 8 rows"):
+        attend(hidden, cu_seqlens=torch.tensor(bounds), position_embeddings=angles.unbind())
+    braided.release()
+
+
+def test_taking_over_draws_no_random_numbers() -> None:
+    model = tiny_media_model("qwen3_omni")
+    before = torch.get_rng_state()
+    braided = sb.parallelize(model, ONE)
+    braided(sb.pack(mixed_samples(tiny_media_config("qwen3_omni")), model.config, ONE))
+    braided.release()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_attention_dropout_is_refused() -> None:
     model = tiny_media_model("qwen3_vl")
     attention_of(model)[0].attention_dropout = 0.1  # type: ignore[assignment]
