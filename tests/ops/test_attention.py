@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from seqbraid.comm import Group
+from seqbraid.ops import blocks
 from seqbraid.ops.attention import (
     BlockBackward,
     BlockForward,
@@ -22,6 +23,7 @@ from seqbraid.ops.attention_kernels import (
     math_forward,
 )
 from seqbraid.ops.blocks import Block, BlockPlan, DenseGroup, rounded
+from seqbraid.ops.flash_impl import TORCH
 from seqbraid.ops.merge import add_rows, merge_rows
 from seqbraid.sequence_parallel.ring import ring_attention
 from seqbraid.sequence_parallel.ring_plan import RingPlan
@@ -200,6 +202,25 @@ def test_a_block_made_round_is_the_block(rows: int, causal: bool) -> None:
     backward = plain_group.backward(dout, q, k, v, out, lse, 0.3)
     filled_backward = filled.backward(dout, q, k, v, out, lse, 0.3)
     assert max(relative(a, b) for a, b in zip(filled_backward, backward, strict=True)) < 1e-13
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_blocks_side_by_side_are_one_dense_call(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order they are given; not where something lies between them."""
+    monkeypatch.setattr(blocks, "ANY_PAIRS", 5 * 9 * 9)
+    q, k, v = (x.detach() for x in row(60, 4, 2, 8))
+    dout, cpu = torch.randn_like(q), torch.device("cpu")
+    given = [Block(i, i + 9, i, i + 9, causal) for i in (21, 3, 39, 12, 30)]
+    (group,) = BlockPlan(tuple(given))._grouped(cpu, TORCH)
+    assert isinstance(group, DenseGroup) and group.q_rows == group.k_rows == slice(3, 48)
+    apart = [*given[:-1], Block(49, 58, 49, 58, causal)]
+    assert not any(isinstance(part, DenseGroup) for part in BlockPlan(tuple(apart))._grouped(cpu, TORCH))
+    out, lse = block_attention(q, k, v, BlockPlan(tuple(given)), 0.3)
+    found = group.forward(q, k, v, 0.3)
+    assert max(relative(a, b) for a, b in zip(found, (out[3:48], lse[:, 3:48]), strict=True)) < 1e-13
+    wanted = block_attention_backward(dout, q, k, v, out, lse, BlockPlan(tuple(given)), 0.3)
+    gradients = group.backward(dout, q, k, v, out, lse, 0.3)
+    assert max(relative(a, b[3:48]) for a, b in zip(gradients, wanted, strict=True)) < 1e-13
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 2048, 2049, 4097, 10653, 16385, 131072])
