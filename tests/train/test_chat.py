@@ -195,6 +195,8 @@ class Terminal:
         self.shown = b""
         self.pid, self.file = pty.fork()
         if not self.pid:
+            # Where the tests run in the background of a script, Ctrl-C is ignored by whatever they start.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             environment = os.environ | {"TERM": "dumb", "OMP_NUM_THREADS": "1"}
             os.execve(sys.executable, [sys.executable, "-m", "seqbraid", *arguments], environment)
 
