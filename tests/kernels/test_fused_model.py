@@ -74,7 +74,8 @@ def test_parity_of_towers(monkeypatch: pytest.MonkeyPatch) -> None:
     count_calls(monkeypatch, calls, tower_attention, "fused_rows")
     parity = check_parity(tiny_media_model("qwen3_vl"), mixed_samples(tiny_media_config("qwen3_vl"))[:3])
     assert parity.holds, parity.worst
-    assert calls["tower_attention.fused_rows"]
+    # More than in the trial of each of three layers, which a wrong rotation would not pass.
+    assert calls["tower_attention.fused_rows"] > 2 * 3
 
 
 def verdict(mesh: dict[str, int]) -> tuple[bool, object, Counter[str]]:

@@ -77,6 +77,20 @@ def test_a_batch_without_labels_is_an_exact_zero() -> None:
     assert all((g == 0).all() for g in gradients(model).values())
 
 
+def test_a_batch_comes_to_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it must where the model is on a GPU: `meta` takes its place, which the loss cannot be asked of."""
+    model = sb.parallelize(tiny_model("llama"), sb.Mesh())
+    batch = sb.pack(random_samples([9, 4], 97), model.config, sb.Mesh())
+    model.model.to("meta")
+    monkeypatch.setattr(type(model), "gathered", lambda self, function, given, *_: [given.input_ids])
+    assert model.logits(batch)[0].is_meta
+    monkeypatch.setattr(
+        type(model), "local_loss", lambda self, given, *_: pytest.fail(str(given.input_ids.device))
+    )
+    with pytest.raises(pytest.fail.Exception, match="meta"):
+        model(batch)
+
+
 def test_too_small_a_divisor_is_refused() -> None:
     stock = tiny_model("llama")
     model = sb.parallelize(stock)

@@ -94,6 +94,7 @@ def random(*shape: int) -> Tensor:
         ((0, 700), (), [range(11)]),  # long, so it is cut, though nobody asks for its M
         ((3, 40, 41, 300, 330), (), [range(2, 6)]),
         ((3, 40, 140, 300, 330), (1, 3), [range(1, 3), range(3, 5), range(5, 6)]),
+        ((0, 100, 200, 330), (0, 2), [range(2), range(3, 5)]),  # not those in between
         ((0, 1, 2, 60), (), []),
     ],
 )
